@@ -1,0 +1,20 @@
+"""gradserve: serves gradients. ``gradserve.connect()`` gives a tinker ServiceClient; see README.md."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradserve.client.connect import connect
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "connect"]
+
+
+def __getattr__(name: str) -> Any:
+    # The tinker SDK takes a second to import; only those who connect pay for it.
+    if name == "connect":
+        from gradserve.client.connect import connect
+
+        return connect
+    raise AttributeError(f"module 'gradserve' has no attribute {name!r}")

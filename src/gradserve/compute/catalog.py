@@ -1,0 +1,83 @@
+"""The base models a server offers: from what the user wrote to a directory in Hugging Face layout and its facts.
+
+Reads config files only; torch is not needed to answer "how long may a prompt be".
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+
+from gradserve.compute.tasks import BaseSpec
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+"""model_type values whose modelling code is known to train and sample here (each has a test)."""
+
+
+class ModelUnusable(ValueError):
+    """The path is not a model that the engine can run; the message says why and what to give instead."""
+
+
+class BaseFacts(msgspec.Struct, frozen=True):
+    """What the gateway must know to check a request. ``context`` counts prompt and generated tokens together."""
+
+    name: str
+    path: str
+    family: str
+    vocab_size: int
+    context: int
+    eos_tokens: tuple[int, ...]
+
+    @property
+    def spec(self) -> BaseSpec:
+        """What a worker needs of it."""
+        return BaseSpec(self.name, self.path)
+
+
+def read_facts(name: str, directory: Path) -> BaseFacts:
+    """Facts from config.json and generation_config.json of a model directory. Raises ModelUnusable."""
+    config_file = directory / "config.json"
+    if not config_file.is_file():
+        raise ModelUnusable(
+            f"model {name!r}: {directory} has no config.json. Give a Hugging Face model directory, a .gguf file, "
+            "an installed package that carries one, or hub:org/name."
+        )
+    config = json.loads(config_file.read_text())
+    family = config.get("model_type", "")
+    if family not in FAMILIES:
+        raise ModelUnusable(
+            f"model {name!r}: model_type {family!r} is not supported. Supported: {', '.join(FAMILIES)}."
+        )
+    generation_file = directory / "generation_config.json"
+    generation = json.loads(generation_file.read_text()) if generation_file.is_file() else {}
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    eos_tokens = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
+    return BaseFacts(
+        name=name,
+        path=str(directory.resolve()),
+        family=family,
+        vocab_size=int(config["vocab_size"]),
+        context=int(config["max_position_embeddings"]),
+        eos_tokens=eos_tokens,
+    )
+
+
+class Catalog:
+    """Immutable after start. Names are matched exactly; a ``:variant`` suffix of a request is ignored if unknown."""
+
+    def __init__(self, models: list[BaseFacts]) -> None:
+        self._models = {facts.name: facts for facts in models}
+
+    def names(self) -> list[str]:
+        """All names, in the order given."""
+        return list(self._models)
+
+    def all(self) -> list[BaseFacts]:
+        """All models, in the order given."""
+        return list(self._models.values())
+
+    def get(self, name: str) -> BaseFacts | None:
+        """The model of that name, or of the part before its ``:`` variant."""
+        return self._models.get(name) or self._models.get(name.partition(":")[0])

@@ -1,0 +1,122 @@
+"""The server's configuration: one frozen object, the only reader of the environment and of gradserve.toml.
+
+Precedence: arguments, then GRADSERVE_* variables, then gradserve.toml in the working directory, then defaults.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from decimal import Decimal
+from ipaddress import ip_address
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+KEY_PREFIX = "tml-"
+"""The public SDK refuses keys without it before it sends anything."""
+
+
+def default_data_dir() -> Path:
+    """$XDG_DATA_HOME/gradserve or ~/.local/share/gradserve."""
+    base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(base).expanduser() / "gradserve"
+
+
+class Prices(BaseModel):
+    """USD per million tokens by kind, and per hour of worker time. Exact decimals."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    train: Decimal = Decimal("0.40")
+    prefill: Decimal = Decimal("0.10")
+    cached: Decimal = Decimal("0.02")
+    sample: Decimal = Decimal("0.30")
+    compute_hour: Decimal = Decimal("0")
+
+
+class PriceSheet(BaseModel):
+    """The default prices and those of single models."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    default: Prices = Prices()
+    models: dict[str, Prices] = Field(default_factory=dict)
+
+    def of(self, base: str) -> Prices:
+        """The prices of one base model."""
+        return self.models.get(base, self.default)
+
+    @property
+    def version(self) -> str:
+        """A name for exactly these prices; every ledger line carries it."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
+
+
+class Settings(BaseSettings):
+    """Everything that can be set. ``models`` maps names to a directory, a GGUF file, a package or ``hub:org/name``."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="GRADSERVE_",
+        env_nested_delimiter="__",
+        toml_file="gradserve.toml",
+        frozen=True,
+        extra="forbid",
+    )
+
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    data_dir: Path = Field(default_factory=default_data_dir)
+    models: dict[str, str] = Field(default_factory=dict)
+    api_keys: tuple[str, ...] = ()
+
+    workers: int = Field(1, ge=1)
+    worker_threads: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1)
+    task_tokens: int = Field(1024, ge=1, description="token budget of one training Task")
+    pass_tokens: int = Field(1024, ge=1, description="token budget of one sampling pass")
+    kv_cache_bytes: int = Field(2 << 30, ge=1 << 20)
+    task_attempts: int = Field(3, ge=1, description="worker deaths an Op survives")
+    worker_silence_s: float = Field(60.0, gt=0, description="no pong for so long: killed")
+
+    long_poll_s: float = Field(30.0, gt=0, le=40)
+    result_ttl_s: float = Field(24 * 3600.0, gt=0)
+    max_lora_rank: int = Field(256, ge=1)
+    max_body_bytes: int = Field(256 << 20, ge=1 << 10)
+    prices: PriceSheet = PriceSheet()
+
+    @field_validator("api_keys")
+    @classmethod
+    def _keys_have_the_prefix(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
+        for key in keys:
+            if not key.startswith(KEY_PREFIX) or len(key) < len(KEY_PREFIX) + 16:
+                raise ValueError(
+                    f"each key must start with {KEY_PREFIX!r} and have at least 16 characters after it"
+                )
+        return keys
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)

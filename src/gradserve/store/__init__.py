@@ -1,0 +1,1 @@
+"""The only meeting place of gateway and orchestration: ops in, results out; versions, checkpoints, ledger."""

@@ -1,0 +1,310 @@
+"""What the rest of gradserve may ask of the store.
+
+Invariants, each with a test in tests/contract:
+
+1. An Op's identity (run or sampling session, seq) is written once; sending the same body again returns the same
+   Op, another body under the same identity is refused.
+2. An Op is settled once. Result, new version, checkpoint and ledger line are one transaction; a second settlement
+   writes nothing.
+3. Everything is reached through a tenant: another tenant's rows are as if they did not exist.
+4. What was returned to a caller is on disk (unless the store lives in memory).
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Literal, Protocol
+
+import msgspec
+
+from gradserve.wire.errors import Problem
+from gradserve.wire.ops import LoraConfig, OpKind
+
+OpState = Literal["accepted", "done", "failed", "rejected", "expired"]
+
+
+class Session(msgspec.Struct, frozen=True):
+    """One client's connection. Times are seconds since the epoch, UTC."""
+
+    id: str
+    tenant: str
+    created_at: float
+    last_seen_at: float
+    display_name: str | None = None
+    project_id: str | None = None
+    tags: tuple[str, ...] = ()
+    user_metadata: dict[str, str] = {}
+    finished: Literal["success", "errored", "interrupted"] | None = None
+    finish_detail: str | None = None
+
+
+class Run(msgspec.Struct, frozen=True):
+    """A set of trainable weights as it stands.
+
+    ``version`` counts optimizer steps and loads. ``gradients`` are (seq, digest) pairs that wait for the next
+    optimizer step. ``cursor`` is the highest seq such that it and all lower ones are ended (-1: not even created).
+    """
+
+    id: str
+    tenant: str
+    session_id: str
+    base: str
+    lora: LoraConfig
+    created_at: float
+    last_request_at: float
+    user_metadata: dict[str, str] = {}
+    version: int = 0
+    weights: str | None = None
+    moments: str | None = None
+    gradients: tuple[tuple[int, str], ...] = ()
+    cursor: int = -1
+    corrupted: bool = False
+
+
+class SamplingSession(msgspec.Struct, frozen=True):
+    """A frozen pair of base and adapter to sample from. ``weights`` None means the base alone."""
+
+    id: str
+    tenant: str
+    session_id: str
+    base: str
+    created_at: float
+    weights: str | None = None
+    run_id: str | None = None
+    run_version: int | None = None
+    model_path: str | None = None
+    clones: int = 0
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """A name on a durable version. ``kind`` and ``name`` are the last two parts of its tinker:// path."""
+
+    run_id: str
+    tenant: str
+    kind: Literal["weights", "sampler_weights", "external_weights"]
+    name: str
+    base: str
+    lora: LoraConfig
+    version: int
+    weights: str
+    moments: str | None
+    size_bytes: int
+    created_at: float
+    expires_at: float | None = None
+    public: bool = False
+    user_metadata: dict[str, str] = {}
+
+    @property
+    def path(self) -> str:
+        """tinker://<run>/<kind>/<name>"""
+        return f"tinker://{self.run_id}/{self.kind}/{self.name}"
+
+
+class Op(msgspec.Struct, frozen=True):
+    """A journal entry. ``scope`` is the run id or the sampling session id; (scope, seq) is unique.
+
+    ``body`` is wire.ops msgpack, emptied when the result expires. ``result`` is what retrieve_future answers, in
+    ``content_type``. A failed or rejected Op carries ``problem`` instead.
+    """
+
+    id: str
+    tenant: str
+    session_id: str
+    scope: str
+    seq: int
+    kind: OpKind
+    body: bytes
+    accepted_at: float
+    run_id: str | None = None
+    price_version: str = ""
+    state: OpState = "accepted"
+    ended_at: float | None = None
+    result: bytes | None = None
+    content_type: str | None = None
+    problem: Problem | None = None
+
+
+class LedgerLine(msgspec.Struct, frozen=True):
+    """What one executed Op cost: append-only, exact. ``id`` is derived from the Op, so a replay writes nothing new.
+
+    Amount is USD = (train*train_price + prefill*prefill_price + ...)/1e6 + compute price, as the price sheet
+    ``price_version`` had it when the Op was accepted.
+    """
+
+    id: str
+    op_id: str
+    tenant: str
+    kind: OpKind
+    base: str
+    run_id: str | None
+    session_id: str
+    seq: int
+    train_tokens: int
+    prefill_tokens: int
+    cached_tokens: int
+    sample_tokens: int
+    compute_ms: Decimal
+    amount_usd: Decimal
+    price_version: str
+    at: float
+
+
+class LedgerTotal(msgspec.Struct, frozen=True):
+    """The sum of some ledger lines."""
+
+    lines: int
+    train_tokens: int
+    prefill_tokens: int
+    cached_tokens: int
+    sample_tokens: int
+    compute_ms: Decimal
+    amount_usd: Decimal
+
+
+class RunUpdate(msgspec.Struct, frozen=True):
+    """The run's row after an Op: all fields are written. ``lora`` and ``base`` change only by create-via-load."""
+
+    id: str
+    version: int
+    weights: str | None
+    moments: str | None
+    gradients: tuple[tuple[int, str], ...]
+    corrupted: bool = False
+
+
+class Settlement(msgspec.Struct, frozen=True):
+    """Everything that the end of one Op writes, in one transaction."""
+
+    op_id: str
+    state: Literal["done", "failed"]
+    ended_at: float
+    result: bytes | None = None
+    content_type: str | None = None
+    problem: Problem | None = None
+    run: RunUpdate | None = None
+    checkpoint: Checkpoint | None = None
+    sampling_session: SamplingSession | None = None
+    ledger: LedgerLine | None = None
+
+
+class Page(msgspec.Struct, frozen=True):
+    """``total`` counts all rows that match, not only those on the page."""
+
+    offset: int
+    limit: int
+    total: int
+
+
+class IdentityConflict(Exception):
+    """The same (scope, seq) or derived id was used before with another body."""
+
+
+class Store(Protocol):
+    """All methods raise nothing of SQL; a missing row is None. ``tenant`` None on read means the server itself."""
+
+    async def open(self) -> None: ...
+    async def close(self) -> None: ...
+
+    # sessions
+    async def create_session(self, session: Session) -> None: ...
+    async def get_session(self, tenant: str, session_id: str) -> Session | None: ...
+    async def touch_session(self, tenant: str, session_id: str, at: float) -> bool: ...
+    async def finish_session(
+        self, tenant: str, session_id: str, finished: str, detail: str | None
+    ) -> bool:
+        """First call wins; False when there is no such session."""
+        ...
+
+    async def list_sessions(
+        self, tenant: str, limit: int, offset: int
+    ) -> tuple[list[Session], Page]: ...
+
+    # ops
+    async def submit(self, op: Op, new_run: Run | None = None) -> tuple[Op, bool]:
+        """Write ``op`` (and the run it creates). Returns (op as stored, is_new).
+
+        A replay (same scope, seq and body) returns the stored Op, whatever its state.
+        Raises IdentityConflict when the body differs (seeds that the server draws are derived from the identity,
+        so that a replay draws the same).
+        """
+        ...
+
+    async def reject(self, op: Op, problem: Problem) -> Op:
+        """Write ``op`` as rejected: its seq is consumed. A stored Op with that identity is returned unchanged."""
+        ...
+
+    async def get_op(self, tenant: str | None, op_id: str) -> Op | None: ...
+    async def unfinished_ops(self) -> list[Op]:
+        """All accepted Ops of all tenants, by (accepted_at, seq): what a restarted server must run."""
+        ...
+
+    async def settle(self, settlement: Settlement) -> bool:
+        """End an Op; False (and nothing written) when it had ended before. Advances the run's cursor."""
+        ...
+
+    async def expire_results(self, ended_before: float) -> int:
+        """Empty bodies and results of Ops that ended earlier (state "expired"); returns how many."""
+        ...
+
+    # runs
+    async def get_run(self, tenant: str | None, run_id: str) -> Run | None: ...
+    async def list_runs(
+        self, tenant: str | None, limit: int, offset: int
+    ) -> tuple[list[Run], Page]:
+        """Newest first."""
+        ...
+
+    async def runs_of_session(self, tenant: str, session_id: str) -> list[Run]: ...
+
+    # sampling sessions
+    async def put_sampling_session(self, session: SamplingSession) -> SamplingSession:
+        """Idempotent by id: returns the stored row; raises IdentityConflict when base, weights or path differ."""
+        ...
+
+    async def get_sampling_session(
+        self, tenant: str | None, sampling_session_id: str
+    ) -> SamplingSession | None: ...
+    async def join_sampling_session(self, tenant: str, sampling_session_id: str) -> int | None:
+        """A number >= 1, unique per call; None when there is no such session."""
+        ...
+
+    async def samplers_of_session(self, tenant: str, session_id: str) -> list[SamplingSession]: ...
+
+    # checkpoints
+    async def get_checkpoint(
+        self, tenant: str | None, run_id: str, kind: str, name: str
+    ) -> Checkpoint | None:
+        """With a tenant: its own, or anybody's public one. Expired ones are gone."""
+        ...
+
+    async def list_checkpoints(
+        self, tenant: str | None, run_id: str | None, limit: int, offset: int
+    ) -> tuple[list[Checkpoint], Page]:
+        """Newest first; expired ones left out."""
+        ...
+
+    async def delete_checkpoint(self, tenant: str, run_id: str, kind: str, name: str) -> bool: ...
+    async def set_checkpoint_ttl(
+        self, tenant: str, run_id: str, kind: str, name: str, expires_at: float | None
+    ) -> bool: ...
+    async def set_checkpoint_public(
+        self, tenant: str, run_id: str, kind: str, name: str, public: bool
+    ) -> bool: ...
+    async def sweep_checkpoints(self, now: float) -> list[Checkpoint]:
+        """Delete and return those whose expires_at has passed."""
+        ...
+
+    async def live_digests(self) -> set[str]:
+        """Every digest that a run, a sampling session, a checkpoint or an unfinished Op refers to."""
+        ...
+
+    # ledger
+    async def ledger_lines(
+        self, tenant: str | None, run_id: str | None, limit: int, offset: int
+    ) -> tuple[list[LedgerLine], Page]:
+        """Oldest first."""
+        ...
+
+    async def ledger_total(
+        self, tenant: str | None, run_id: str | None = None, session_id: str | None = None
+    ) -> LedgerTotal: ...

@@ -1,0 +1,69 @@
+"""The in-memory hints between gateway and orchestration. Losing one costs a poll interval, never a result."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+
+from gradserve.store.base import Op
+
+
+class Wakeups:
+    """Belongs to one event loop. Gateway: ``submitted``, ``wait_ended``. Orchestration: ``take_submitted``, ``ended``."""
+
+    def __init__(self) -> None:
+        self._new: list[Op] = []
+        self._arrived = asyncio.Event()
+        self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
+
+    def submitted(self, op: Op) -> None:
+        """An Op is in the journal (accepted or rejected: both may let its run go on)."""
+        self._new.append(op)
+        self._arrived.set()
+
+    def kick(self) -> None:
+        """Something else changed that the scheduler should look at."""
+        self._arrived.set()
+
+    async def take_submitted(self, timeout: float) -> list[Op]:
+        """Wait for news, then return all Ops that arrived since the last call (maybe none)."""
+        try:
+            await asyncio.wait_for(self._arrived.wait(), timeout)
+        except TimeoutError:
+            pass
+        self._arrived.clear()
+        taken, self._new = self._new, []
+        return taken
+
+    def ended(self, op_id: str) -> None:
+        """The Op's result is in the store: wake everybody who waits for it."""
+        for waiter in self._waiting.pop(op_id, ()):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait_ended(self, op_id: str, timeout: float) -> bool:
+        """True when the Op ended while we waited.
+
+        To miss nothing, call :meth:`waiter` before looking into the store.
+        """
+        return await self.wait(op_id, self.waiter(op_id), timeout)
+
+    def waiter(self, op_id: str) -> asyncio.Future[None]:
+        """A future that ``ended`` completes. Hand it to :meth:`wait`, which also forgets it."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[op_id].add(waiter)
+        return waiter
+
+    async def wait(self, op_id: str, waiter: asyncio.Future[None], timeout: float) -> bool:
+        """Wait for a future made by :meth:`waiter`; a timeout of 0 only forgets it."""
+        try:
+            await asyncio.wait_for(waiter, timeout)
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            waiting = self._waiting.get(op_id)
+            if waiting is not None:
+                waiting.discard(waiter)
+                if not waiting:
+                    del self._waiting[op_id]

@@ -1,0 +1,43 @@
+"""What an Op answers, before it is put into the client's format."""
+
+from __future__ import annotations
+
+import msgspec
+
+from gradserve.wire.data import Array
+
+
+class TopK(msgspec.Struct, frozen=True, array_like=True):
+    """K best ids and log-probs at each of ``length`` positions: int32 and float32 [length, k]."""
+
+    token_ids: Array
+    logprobs: Array
+
+
+class SampledSequence(msgspec.Struct, frozen=True, array_like=True):
+    """One continuation. ``tokens`` int32 [n] and ``logprobs`` float32 [n]; a stop token is part of both.
+
+    Log-probs are of the untempered, unfiltered distribution, whatever the sampling parameters.
+    """
+
+    tokens: bytes
+    logprobs: bytes
+    stopped: bool
+    topk: TopK | None = None
+
+
+class SampleResult(msgspec.Struct, frozen=True):
+    """``prompt_logprobs`` is float32 [len(prompt)] with NaN at position 0."""
+
+    sequences: list[SampledSequence]
+    prompt_logprobs: bytes | None = None
+    topk_prompt: TopK | None = None
+    target_prompt_logprobs: Array | None = None
+    cached_prompt_tokens: int = 0
+
+
+class ForwardBackwardResult(msgspec.Struct, frozen=True):
+    """``logprobs[i]`` has the shape of row i's target_tokens; metric keys carry their reduction (``loss:sum``)."""
+
+    logprobs: list[Array]
+    metrics: dict[str, float]
