@@ -95,9 +95,7 @@ class Settings(BaseSettings):
     def _keys_have_the_prefix(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
         for key in keys:
             if not key.startswith(KEY_PREFIX) or len(key) < len(KEY_PREFIX) + 16:
-                raise ValueError(
-                    f"each key must start with {KEY_PREFIX!r} and have at least 16 characters after it"
-                )
+                raise ValueError(f"each key must start with {KEY_PREFIX!r} and have at least 16 characters after it")
         return keys
 
     @property

@@ -1,0 +1,40 @@
+"""The ``gradserve`` command. Each command's module is imported when it is called, so that --help is quick."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+import gradserve
+
+_COMMANDS = {
+    "serve": "Start a server on this machine.",
+    "quickstart": "Teach a small language model a task by RL, end to end.",
+    "runs": "List runs: steps, tokens, cost.",
+    "run": "Show one run: its state, checkpoints and bill.",
+}
+
+
+class _Lazy(click.Group):
+    """Knows the commands' names and one-line helps without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command = getattr(importlib.import_module(f"gradserve.cli.{cmd_name}"), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+
+@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(gradserve.__version__, prog_name="gradserve")
+def main() -> None:
+    """gradserve: open, self-hosted post-training. Serves gradients over the tinker protocol."""

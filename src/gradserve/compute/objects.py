@@ -13,6 +13,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import time
 from pathlib import Path
 
 SUFFIX = ".safetensors"
@@ -52,6 +53,8 @@ class ObjectStore:
             temporary = self.fast / f"{digest}.{secrets.token_hex(4)}.tmp"
             temporary.write_bytes(data)
             temporary.rename(target)
+        else:
+            target.touch()  # young again: the janitor leaves young objects alone
         return digest
 
     def path(self, digest: str) -> Path:
@@ -88,19 +91,35 @@ class ObjectStore:
         """Remove only the fast copy of an object."""
         (self.fast / (digest + SUFFIX)).unlink(missing_ok=True)
 
-    def digests(self) -> set[str]:
-        """All objects of both tiers."""
-        return {
-            file.name.removesuffix(SUFFIX)
-            for root in (self.fast, self.durable)
-            for file in root.glob(f"*{SUFFIX}")
-        }
+    def fast_older_than(self, age_s: float) -> list[str]:
+        """Objects of the fast tier that were last written more than ``age_s`` seconds ago."""
+        return _older_than(self.fast, age_s)
+
+    def durable_older_than(self, age_s: float) -> list[str]:
+        """The same of the durable tier."""
+        return _older_than(self.durable, age_s)
+
+    def has_durable(self, digest: str) -> bool:
+        """Whether the object would survive a power cut."""
+        return (self.durable / (digest + SUFFIX)).exists()
 
     def sweep_temporary(self) -> None:
         """Remove what an interrupted writer left. Only when no worker is running."""
         for root in (self.fast, self.durable):
             for file in root.glob("*.tmp"):
                 file.unlink(missing_ok=True)
+
+
+def _older_than(root: Path, age_s: float) -> list[str]:
+    limit = time.time() - age_s
+    found = []
+    for file in root.glob(f"*{SUFFIX}"):
+        try:
+            if file.stat().st_mtime < limit:
+                found.append(file.name.removesuffix(SUFFIX))
+        except FileNotFoundError:
+            continue  # discarded meanwhile
+    return found
 
 
 def _fsync_directory(directory: Path) -> None:

@@ -26,12 +26,16 @@ class BaseSpec(msgspec.Struct, frozen=True):
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """All a worker must know to start. ``kv_cache_bytes`` bounds the sampler's cache, ``pass_tokens`` one pass."""
+    """All a worker must know to start. ``objects`` and ``durable_objects`` are the tiers of the object store.
+
+    ``kv_cache_bytes`` bounds the sampler's cache, ``pass_tokens`` one pass.
+    """
 
     id: str
     threads: int
     bases: tuple[BaseSpec, ...]
     objects: str
+    durable_objects: str
     kv_cache_bytes: int
     pass_tokens: int
 
@@ -45,7 +49,7 @@ class InitTask(msgspec.Struct, frozen=True, tag="init"):
 
 
 class GradTask(msgspec.Struct, frozen=True, tag="grad"):
-    """Log-probs of ``rows`` under (base, weights); with ``backward`` also the summed loss's gradient -> ``gradient``."""
+    """Log-probs of ``rows`` under (base, weights); with ``backward`` also the loss's gradient -> ``gradient``."""
 
     id: str
     base: str

@@ -103,7 +103,8 @@ class Checkpoint(msgspec.Struct, frozen=True):
 class Op(msgspec.Struct, frozen=True):
     """A journal entry. ``scope`` is the run id or the sampling session id; (scope, seq) is unique.
 
-    ``body`` is wire.ops msgpack, emptied when the result expires. ``result`` is what retrieve_future answers, in
+    ``run_id`` is the run that is billed: the scope of a training Op; for a sample the run whose weights its session
+    holds (None for the base alone). ``body`` is wire.ops msgpack, emptied when the result expires. ``result`` is what retrieve_future answers, in
     ``content_type``. A failed or rejected Op carries ``problem`` instead.
     """
 
@@ -199,6 +200,10 @@ class IdentityConflict(Exception):
     """The same (scope, seq) or derived id was used before with another body."""
 
 
+class StoreError(Exception):
+    """The database can't do it: disk full, damaged, locked, of another version. Nothing was written."""
+
+
 class Store(Protocol):
     """All methods raise nothing of SQL; a missing row is None. ``tenant`` None on read means the server itself."""
 
@@ -209,15 +214,11 @@ class Store(Protocol):
     async def create_session(self, session: Session) -> None: ...
     async def get_session(self, tenant: str, session_id: str) -> Session | None: ...
     async def touch_session(self, tenant: str, session_id: str, at: float) -> bool: ...
-    async def finish_session(
-        self, tenant: str, session_id: str, finished: str, detail: str | None
-    ) -> bool:
+    async def finish_session(self, tenant: str, session_id: str, finished: str, detail: str | None) -> bool:
         """First call wins; False when there is no such session."""
         ...
 
-    async def list_sessions(
-        self, tenant: str, limit: int, offset: int
-    ) -> tuple[list[Session], Page]: ...
+    async def list_sessions(self, tenant: str, limit: int, offset: int) -> tuple[list[Session], Page]: ...
 
     # ops
     async def submit(self, op: Op, new_run: Run | None = None) -> tuple[Op, bool]:
@@ -248,9 +249,7 @@ class Store(Protocol):
 
     # runs
     async def get_run(self, tenant: str | None, run_id: str) -> Run | None: ...
-    async def list_runs(
-        self, tenant: str | None, limit: int, offset: int
-    ) -> tuple[list[Run], Page]:
+    async def list_runs(self, tenant: str | None, limit: int, offset: int) -> tuple[list[Run], Page]:
         """Newest first."""
         ...
 
@@ -261,9 +260,7 @@ class Store(Protocol):
         """Idempotent by id: returns the stored row; raises IdentityConflict when base, weights or path differ."""
         ...
 
-    async def get_sampling_session(
-        self, tenant: str | None, sampling_session_id: str
-    ) -> SamplingSession | None: ...
+    async def get_sampling_session(self, tenant: str | None, sampling_session_id: str) -> SamplingSession | None: ...
     async def join_sampling_session(self, tenant: str, sampling_session_id: str) -> int | None:
         """A number >= 1, unique per call; None when there is no such session."""
         ...
@@ -271,9 +268,7 @@ class Store(Protocol):
     async def samplers_of_session(self, tenant: str, session_id: str) -> list[SamplingSession]: ...
 
     # checkpoints
-    async def get_checkpoint(
-        self, tenant: str | None, run_id: str, kind: str, name: str
-    ) -> Checkpoint | None:
+    async def get_checkpoint(self, tenant: str | None, run_id: str, kind: str, name: str) -> Checkpoint | None:
         """With a tenant: its own, or anybody's public one. Expired ones are gone."""
         ...
 
@@ -287,9 +282,7 @@ class Store(Protocol):
     async def set_checkpoint_ttl(
         self, tenant: str, run_id: str, kind: str, name: str, expires_at: float | None
     ) -> bool: ...
-    async def set_checkpoint_public(
-        self, tenant: str, run_id: str, kind: str, name: str, public: bool
-    ) -> bool: ...
+    async def set_checkpoint_public(self, tenant: str, run_id: str, kind: str, name: str, public: bool) -> bool: ...
     async def sweep_checkpoints(self, now: float) -> list[Checkpoint]:
         """Delete and return those whose expires_at has passed."""
         ...

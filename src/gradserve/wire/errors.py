@@ -7,7 +7,7 @@
     │   ├── Forbidden        403
     │   ├── NotFound         404
     │   ├── Gone             410
-    │   └── Unsupported      501  a known feature that this server does not have
+    │   └── Unsupported      400  a known feature that this server does not have (the client repeats a 501)
     └── ServerError          500  ours to mend; safe to send again
 
 Every one becomes a problem document (RFC 9457) with ``code``, ``field``, ``index`` and ``fix``.
@@ -110,9 +110,12 @@ class Gone(UserError):
 
 
 class Unsupported(UserError):
-    """Part of the protocol that this server does not have (yet)."""
+    """Part of the protocol that this server does not have (yet).
 
-    status = 501
+    Not 501: the public client repeats every 5xx for five minutes before it shows it.
+    """
+
+    status = 400
 
 
 class ServerError(GradserveError):

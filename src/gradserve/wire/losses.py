@@ -30,12 +30,8 @@ LOSSES: dict[str, LossSpec] = {
     for spec in (
         LossSpec("cross_entropy", ("target_tokens",), ("weights",), wide=True),
         LossSpec("importance_sampling", _RATIO),
-        LossSpec(
-            "ppo", _RATIO, _CLIP_INPUTS, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-        ),
-        LossSpec(
-            "cispo", _RATIO, _CLIP_INPUTS, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
-        ),
+        LossSpec("ppo", _RATIO, _CLIP_INPUTS, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+        LossSpec("cispo", _RATIO, _CLIP_INPUTS, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
         LossSpec("dro", _RATIO, (), {"beta": 0.05}),
         LossSpec(
             "gspo",

@@ -129,9 +129,7 @@ class Sample(msgspec.Struct, frozen=True, tag="sample"):
     target_prompt_ids: Array | None = None
 
 
-OpBody = (
-    CreateModel | ForwardBackward | OptimStep | SaveWeights | SaveForSampling | LoadWeights | Sample
-)
+OpBody = CreateModel | ForwardBackward | OptimStep | SaveWeights | SaveForSampling | LoadWeights | Sample
 OpKind = Literal[
     "create_model",
     "forward_backward",

@@ -1,0 +1,55 @@
+# make quickstart   set up a virtual environment and run the main job: RL on a small language model
+# make test         set up and run every check and test
+# make acceptance   the public cookbook's recipe tests against a real server (minutes; see tests/acceptance)
+# make bench        startup, training and sampling figures (see benchmarks)
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+# uv does not read pip's variable for local wheels; it takes the same folders under its own name.
+UV := UV_FIND_LINKS="$${PIP_FIND_LINKS:-}" $(BIN)/uv pip install -q --python $(BIN)/python -c constraints.txt
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+
+.PHONY: quickstart test check format acceptance bench proto clean
+
+quickstart: $(VENV)/.quickstart
+	$(BIN)/gradserve quickstart
+
+test: check
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+acceptance: $(VENV)/.dev
+	$(BIN)/python tests/acceptance/run.py
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.run
+
+proto: $(VENV)/.dev
+	$(BIN)/python -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src src/gradserve/wire/proto/gradserve_wire.proto
+
+$(VENV)/bin/uv:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gradserve needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	-$(BIN)/python -m pip install -q --disable-pip-version-check uv
+
+# uv is several times faster; pip is the fallback.
+$(VENV)/.quickstart: pyproject.toml constraints.txt | $(VENV)/bin/uv
+	$(UV) torch -e '.[quickstart]' || $(PIP) torch -e '.[quickstart]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/uv
+	$(UV) torch -e '.[dev]' || $(PIP) torch -e '.[dev]'
+	@touch $@ $(VENV)/.quickstart
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache acceptance-work

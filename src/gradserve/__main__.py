@@ -1,0 +1,5 @@
+"""python -m gradserve"""
+
+from gradserve.cli import main
+
+main()

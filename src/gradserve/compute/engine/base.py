@@ -1,0 +1,111 @@
+"""A frozen base: loaded once, shared by every run and request of this worker, never changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from gradserve.compute.catalog import FAMILIES, ModelUnusable
+from gradserve.compute.engine import lora
+from gradserve.compute.engine.attention import NAME, Layout
+from gradserve.compute.tasks import BaseSpec
+from gradserve.wire.errors import Invalid
+
+_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Rotary schemes that rescale by the longest sequence of a pass: a row would depend on its neighbours."""
+
+
+class Base:
+    """A causal language model in float32 with every target wrapped for adapters.
+
+    ``context`` counts prompt and generated tokens; ``vocab`` is the number of logits.
+    """
+
+    def __init__(self, name: str, path: str, model: Any, device: torch.device) -> None:
+        self.name = name
+        self.device = device
+        self.config = model.config
+        self.vocab: int = self.config.vocab_size
+        self.context: int = self.config.max_position_embeddings
+        self._path = path
+        self._model = model
+        self._router = lora.Router()
+        self._tokenizer: Any = None
+        self.targets: dict[str, nn.Linear] = lora.wrap(model, self._router)
+        self.routed = self._router.routed
+
+    @classmethod
+    def load(cls, spec: BaseSpec, device: torch.device) -> Base:
+        """Read a Hugging Face directory. Raises ModelUnusable when this engine would compute it wrongly."""
+        config = AutoConfig.from_pretrained(spec.path, local_files_only=True)
+        _check(spec.name, config)
+        logging.disable_progress_bar()
+        model = AutoModelForCausalLM.from_pretrained(
+            spec.path, config=config, dtype=torch.float32, local_files_only=True, attn_implementation=NAME
+        )
+        model.to(device).eval().requires_grad_(False)
+        return cls(spec.name, spec.path, model, device)
+
+    def hidden(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        """int64 [N] ids and positions -> final hidden states [N, hidden]."""
+        out = self._model.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, layout=layout)
+        states: Tensor = out.last_hidden_state[0]
+        return states
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[M, hidden] -> [M, V]. Follows the current routing, whose rows are those of ``hidden``."""
+        logits: Tensor = self._model.lm_head(hidden)
+        return logits
+
+    @contextmanager
+    def recomputing(self, on: bool) -> Iterator[None]:
+        """While ``on``, a backward pass keeps only each layer's input and computes the rest again."""
+        layers = self._model.model.layers
+        if on:
+            self._model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Only the layers' own flag: their children stay in eval mode, so that nothing drops out.
+        for layer in layers:
+            layer.training = on
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.training = False
+
+    @property
+    def tokenizer(self) -> Any:
+        """The base's tokenizer, read on first use."""
+        if self._tokenizer is None:
+            self._tokenizer = AutoTokenizer.from_pretrained(self._path, local_files_only=True)
+        return self._tokenizer
+
+
+class Bases:
+    """The bases of a worker by name, each loaded when first asked for."""
+
+    def __init__(self, specs: tuple[BaseSpec, ...], device: torch.device) -> None:
+        self._specs = {spec.name: spec for spec in specs}
+        self._device = device
+        self._loaded: dict[str, Base] = {}
+
+    def get(self, name: str) -> Base:
+        """Raises Invalid for a name this worker does not serve."""
+        if name not in self._loaded:
+            if name not in self._specs:
+                raise Invalid("unknown_base", f"this worker has no base model {name!r}")
+            self._loaded[name] = Base.load(self._specs[name], self._device)
+        return self._loaded[name]
+
+
+def _check(name: str, config: Any) -> None:
+    if config.model_type not in FAMILIES:
+        raise ModelUnusable(f"model {name!r}: model_type {config.model_type!r} is not one of {', '.join(FAMILIES)}")
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in _BATCH_DEPENDENT_ROPE:
+        raise ModelUnusable(f"model {name!r}: rope_type {rope!r} makes a sequence depend on its batch")

@@ -1,0 +1,172 @@
+"""Keys and values of the sequences that are being sampled.
+
+Sequences lie in *pools* by length class T (64, 128, 256, ... tokens): a pool is one array per layer, its rows are
+always slots 0 .. n-1, so that a decode step reads plain views. A sequence that outgrows its class is copied to
+the next one; the holes that sequences leave are filled with the last row. Memory is bounded by ``limit_bytes``.
+
+Shape of a pool's layer: [2 (key, value), S, Hkv, T, D]; of a stem's: [2, Hkv, P, D]. Invariant: what lies beyond
+a row's own tokens is zero, because masked positions still meet the softmax's zeros: 0 * nan would be nan.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradserve.compute.engine.sequences import Sequence, Stem
+
+_SMALLEST = 64
+
+
+class Pool:
+    """The sequences of one length class; ``rows[i]`` is in slot i."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.rows: list[Sequence] = []
+        self.data: list[Tensor] = []
+
+    @property
+    def capacity(self) -> int:
+        """S"""
+        return self.data[0].shape[1] if self.data else 0
+
+
+class KvCache:
+    """All pools and stems of one base."""
+
+    def __init__(self, config: Any, context: int, limit_bytes: int, device: torch.device) -> None:
+        self._layers: int = config.num_hidden_layers
+        self._heads: int = config.num_key_value_heads
+        self._head: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._context = context
+        self._device = device
+        self._limit_tokens: int = limit_bytes // (self._layers * 2 * self._heads * self._head * 4)
+        self._stem_tokens = 0
+        self._pools: dict[int, Pool] = {}
+
+    def pools(self) -> list[Pool]:
+        """Those with rows, shortest first."""
+        return [self._pools[length] for length in sorted(self._pools)]
+
+    def rows(self) -> list[Sequence]:
+        """All sequences that have a slot."""
+        return [row for pool in self.pools() for row in pool.rows]
+
+    @property
+    def used_tokens(self) -> int:
+        """Token places allocated."""
+        return self._stem_tokens + sum(pool.capacity * pool.length for pool in self._pools.values())
+
+    def has_room_for(self, stem: Stem) -> bool:
+        """Whether the stem and a first sequence from it would fit."""
+        return self._make_room(len(stem.ids) + self._class_of(len(stem.ids) + 1))
+
+    def open(self, stem: Stem) -> None:
+        """Give the stem its arrays, whatever the bound."""
+        shape = (2, self._heads, len(stem.ids), self._head)
+        stem.kv = [torch.zeros(shape, device=self._device) for _ in range(self._layers)]
+        self._stem_tokens += len(stem.ids)
+
+    def close(self, stem: Stem) -> None:
+        """Take the arrays back; what was computed is forgotten."""
+        if stem.kv is not None:
+            self._stem_tokens -= len(stem.ids)
+        stem.kv, stem.done = None, 0
+
+    def place(self, row: Sequence, stem: Stem, force: bool) -> bool:
+        """Copy a complete stem into a slot for ``row``; False when that would exceed the bound (never if ``force``)."""
+        assert stem.kv is not None
+        pool = self._slot_in(self._class_of(len(stem.ids) + 1), force)
+        if pool is None:
+            return False
+        slot = len(pool.rows)
+        for data, kv in zip(pool.data, stem.kv, strict=True):
+            data[:, slot, :, : len(stem.ids)] = kv
+        row.cached = len(stem.ids)
+        _enter(row, pool)
+        return True
+
+    def make_next_place(self, row: Sequence, force: bool) -> bool:
+        """See to it that ``row`` can take one more token, in a longer class if need be; False: the bound forbids."""
+        old = row.pool
+        assert old is not None
+        if row.cached < old.length:
+            return True
+        new = self._slot_in(self._class_of(row.cached + 1), force)
+        if new is None:
+            return False
+        slot = len(new.rows)
+        for source, target in zip(old.data, new.data, strict=True):
+            target[:, slot, :, : row.cached] = source[:, row.slot]
+        self.remove(row)
+        _enter(row, new)
+        return True
+
+    def remove(self, row: Sequence) -> None:
+        """Free the row's slot: the pool's last row moves in, and the slot it leaves becomes zero."""
+        pool = row.pool
+        assert pool is not None
+        last = pool.rows.pop()
+        dirty = max(row.cached, last.cached) + 1  # an aborted pass may have written one more
+        for data in pool.data:
+            if last is not row:
+                data[:, row.slot, :, :dirty] = data[:, last.slot, :, :dirty]
+            data[:, last.slot, :, :dirty] = 0
+        if last is not row:
+            pool.rows[row.slot] = last
+            last.slot = row.slot
+        row.pool = None
+        if not pool.rows:
+            del self._pools[pool.length]
+
+    def _class_of(self, tokens: int) -> int:
+        """The smallest class that holds so many."""
+        length = _SMALLEST
+        while length < tokens:
+            length *= 2
+        return min(length, self._context)
+
+    def _slot_in(self, length: int, force: bool) -> Pool | None:
+        """A pool of that class with a free slot at its end."""
+        pool = self._pools.get(length) or Pool(length)
+        rows = len(pool.rows)
+        if rows == pool.capacity:
+            for capacity in (max(1, 2 * rows), rows + 1):
+                if self._make_room((capacity - rows) * length):
+                    break
+            else:
+                if not force:
+                    return None
+            self._resize(pool, capacity)
+        self._pools[length] = pool
+        return pool
+
+    def _make_room(self, tokens: int) -> bool:
+        """Whether so many more places fit, after giving up empty slots if that is what it takes."""
+        spare = self._limit_tokens - self.used_tokens - tokens
+        idle = sum((pool.capacity - len(pool.rows)) * pool.length for pool in self._pools.values())
+        if spare < 0 <= spare + idle:
+            for pool in self._pools.values():
+                self._resize(pool, len(pool.rows))
+        return spare + idle >= 0
+
+    def _resize(self, pool: Pool, capacity: int) -> None:
+        """Layer by layer, so that only one layer exists twice at a time."""
+        if capacity == pool.capacity:
+            return
+        rows = len(pool.rows)
+        for layer in range(self._layers):
+            data = torch.zeros((2, capacity, self._heads, pool.length, self._head), device=self._device)
+            if layer == len(pool.data):
+                pool.data.append(data)
+            else:
+                data[:, :rows] = pool.data[layer][:, :rows]
+                pool.data[layer] = data
+
+
+def _enter(row: Sequence, pool: Pool) -> None:
+    row.pool, row.slot = pool, len(pool.rows)
+    pool.rows.append(row)

@@ -1,0 +1,102 @@
+"""SampleTasks -> Outcomes: a lane of continuous batching per base, taken in turn."""
+
+from __future__ import annotations
+
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from gradserve.compute.engine.arrays import Arrays
+from gradserve.compute.engine.base import Base, Bases
+from gradserve.compute.engine.engine import failure
+from gradserve.compute.engine.lane import Lane
+from gradserve.compute.engine.lora import Adapter
+from gradserve.compute.engine.prompts import PromptScores
+from gradserve.compute.engine.sequences import Request, Sequence
+from gradserve.compute.engine.stops import TextStops
+from gradserve.compute.tasks import Outcome, SampleTask
+from gradserve.wire.errors import Invalid
+from gradserve.wire.ops import Sample
+
+
+class Sampler:
+    """``add`` Tasks at any time and call ``step`` while ``busy``; neither raises, a failure is an Outcome.
+
+    ``kv_cache_bytes`` bounds the cache of each base, ``pass_tokens`` one pass.
+    """
+
+    def __init__(self, bases: Bases, arrays: Arrays, kv_cache_bytes: int, pass_tokens: int) -> None:
+        self._bases = bases
+        self._arrays = arrays
+        self._kv_cache_bytes = kv_cache_bytes
+        self._pass_tokens = pass_tokens
+        self._lanes: dict[str, Lane] = {}
+        self._adapters: WeakValueDictionary[str, Adapter] = WeakValueDictionary()
+        self._refused: list[Outcome] = []
+        self._count = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self._refused) or any(lane.busy for lane in self._lanes.values())
+
+    def add(self, task: SampleTask) -> None:
+        """Queue a Task; one that cannot be run fails at the next step."""
+        try:
+            base = self._bases.get(task.op.base)
+            request = self._request(task, base)
+            if task.op.base not in self._lanes:
+                self._lanes[task.op.base] = Lane(base, self._kv_cache_bytes, self._pass_tokens)
+            self._lanes[task.op.base].add(request)
+        except Exception as error:
+            self._refused.append(failure(task.id, error))
+
+    def step(self) -> list[Outcome]:
+        """One pass of the lane whose turn it is."""
+        outcomes, self._refused = self._refused, []
+        for name, lane in self._lanes.items():
+            if lane.busy:
+                self._lanes[name] = self._lanes.pop(name)  # to the end of the line
+                for request, error in lane.step():
+                    outcomes.append(request.done() if error is None else failure(request.task_id, error))
+                break
+        return outcomes
+
+    def _request(self, task: SampleTask, base: Base) -> Request:
+        op = task.op
+        prompt = np.frombuffer(op.prompt, dtype="<i4")
+        _check(op, prompt, base)
+        self._count += 1
+        request = Request(
+            task_id=task.id,
+            order=self._count,
+            adapter=None if op.weights is None else self._adapter(op.weights),
+            prompt=prompt,
+            params=op.params,
+            limit=max(1, min(op.params.max_tokens, base.context - len(prompt))),
+            topk=min(op.topk_sample_logprobs, base.vocab),
+            scores=PromptScores(op, prompt, base.vocab) if PromptScores.wanted(op) else None,
+        )
+        strings = tuple(string for string in op.params.stop_strings if string)
+        for index in range(op.num_samples):
+            text = TextStops(base.tokenizer, strings) if strings else None
+            request.sequences.append(Sequence(request, index, text))
+        return request
+
+    def _adapter(self, digest: str) -> Adapter:
+        """One object per digest while it is in use: the rows of a pass are routed by identity."""
+        adapter = self._adapters.get(digest)
+        if adapter is None:
+            adapter = self._adapters[digest] = Adapter.of(self._arrays.get(digest))
+        return adapter
+
+
+def _check(op: Sample, prompt: np.ndarray[tuple[int], np.dtype[np.int32]], base: Base) -> None:
+    if not len(prompt):
+        raise Invalid("empty_prompt", "the prompt has no tokens", field="prompt")
+    if len(prompt) > base.context:
+        raise Invalid("too_long", f"the prompt has {len(prompt)} tokens; the context is {base.context}", field="prompt")
+    if int(prompt.min()) < 0 or int(prompt.max()) >= base.vocab:
+        raise Invalid("unknown_token", f"the prompt has ids outside 0..{base.vocab - 1}", field="prompt")
+    if op.num_samples < 1 or op.params.max_tokens < 1:
+        raise Invalid("bad_count", "num_samples and max_tokens are at least 1", field="num_samples")

@@ -1,0 +1,35 @@
+"""A file per noun; each ends with its table of routes."""
+
+from __future__ import annotations
+
+from gradserve.gateway.call import Api
+from gradserve.gateway.routes import (
+    checkpoints,
+    files,
+    futures,
+    ledger,
+    models,
+    runs,
+    sampling,
+    sessions,
+    system,
+    training,
+    unserved,
+    weights,
+)
+
+ROUTES: list[Api] = [
+    *system.ROUTES,
+    *sessions.ROUTES,
+    *models.ROUTES,
+    *training.ROUTES,
+    *weights.ROUTES,
+    *sampling.ROUTES,
+    *futures.ROUTES,
+    *runs.ROUTES,
+    *checkpoints.ROUTES,
+    *files.ROUTES,
+    *ledger.ROUTES,
+    *unserved.ROUTES,
+]
+"""All paths below /api/v1."""

@@ -1,0 +1,141 @@
+"""Hands Tasks to workers that have room.
+
+Each client (a run, or a sampling session) has a queue; free places go round the queues, so that nobody starves
+behind a neighbour's thousand requests. A Task whose worker is lost goes back to the front of its queue, until its
+attempts are used up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from gradserve.compute.executor import Executor, WorkerLost
+from gradserve.compute.tasks import Outcome, SampleTask, Task
+
+log = logging.getLogger(__name__)
+
+_TRAIN_TASKS_PER_WORKER = 2
+"""One computing and one waiting in the worker, so that it never idles for a round trip."""
+_SAMPLES_PER_WORKER = 512
+"""Sequences in a worker's hands; more wait here, where another worker can take them."""
+
+
+class AttemptsExhausted(Exception):
+    """Every worker that took the Task died. ``__cause__`` is the last WorkerLost."""
+
+
+@dataclass
+class _Entry:
+    task: Task
+    queue: str
+    future: asyncio.Future[Outcome]
+    attempts: int = 0
+
+    @property
+    def samples(self) -> int:
+        return self.task.op.num_samples if isinstance(self.task, SampleTask) else 0
+
+
+@dataclass
+class _Load:
+    train: int = 0
+    samples: int = 0
+
+    def room_for(self, entry: _Entry) -> bool:
+        if entry.samples:
+            return self.samples == 0 or self.samples + entry.samples <= _SAMPLES_PER_WORKER
+        return self.train < _TRAIN_TASKS_PER_WORKER
+
+
+@dataclass
+class Dispatcher:
+    """``attempts`` is how many worker deaths a Task survives. Belongs to one event loop."""
+
+    executor: Executor
+    attempts: int
+    _queues: dict[str, deque[_Entry]] = field(default_factory=dict)
+    _loads: dict[str, _Load] = field(default_factory=dict)
+    _running: set[asyncio.Task[None]] = field(default_factory=set)
+    lost: Counter[str] = field(default_factory=Counter)
+
+    async def run(self, task: Task, queue: str) -> Outcome:
+        """Queue a Task and wait for its outcome. Raises AttemptsExhausted."""
+        entry = _Entry(task, queue, asyncio.get_running_loop().create_future())
+        self._queues.setdefault(queue, deque()).append(entry)
+        self.pump()
+        return await entry.future
+
+    def pump(self) -> None:
+        """Give every free place to the next Task. Called whenever a Task, a place or a worker becomes free."""
+        ready = [worker.id for worker in self.executor.workers() if worker.phase == "ready"]
+        while True:
+            placed = False
+            for name in list(self._queues):
+                worker = self._place_for(self._queues[name][0], ready)
+                if worker is not None:
+                    self._start(self._take(name), worker)
+                    placed = True
+            if not placed:
+                return
+
+    async def close(self) -> None:
+        """Drop what is queued; whoever waits is cancelled."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        for queue in self._queues.values():
+            for entry in queue:
+                entry.future.cancel()
+        self._queues.clear()
+
+    def _place_for(self, entry: _Entry, ready: list[str]) -> str | None:
+        """The ready worker with room that has the least to do."""
+        loads = {worker: self._loads.setdefault(worker, _Load()) for worker in ready}
+        open_to_it = [worker for worker in ready if loads[worker].room_for(entry)]
+        return min(open_to_it, key=lambda worker: (loads[worker].train, loads[worker].samples), default=None)
+
+    def _take(self, name: str) -> _Entry:
+        """The first entry of a queue, which then goes to the end of the round."""
+        queue = self._queues.pop(name)
+        entry = queue.popleft()
+        if queue:
+            self._queues[name] = queue
+        return entry
+
+    def _start(self, entry: _Entry, worker: str) -> None:
+        load = self._loads[worker]
+        load.train += entry.samples == 0
+        load.samples += entry.samples
+        running = asyncio.create_task(self._finish(entry, worker, load))
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+
+    async def _finish(self, entry: _Entry, worker: str, load: _Load) -> None:
+        try:
+            outcome = await self.executor.run(worker, entry.task)
+        except WorkerLost as loss:
+            self._lost(entry, loss)
+        else:
+            if not entry.future.done():
+                entry.future.set_result(outcome)
+        finally:
+            load.train -= entry.samples == 0
+            load.samples -= entry.samples
+            self.pump()
+
+    def _lost(self, entry: _Entry, loss: WorkerLost) -> None:
+        if loss.reason.kind == "stopped":
+            entry.future.cancel()
+            return
+        entry.attempts += 1
+        self.lost[loss.worker_id] += 1
+        log.warning("task %s, attempt %d: %s", entry.task.id, entry.attempts, loss)
+        if entry.attempts >= self.attempts:
+            exhausted = AttemptsExhausted(str(loss))
+            exhausted.__cause__ = loss
+            entry.future.set_exception(exhausted)
+        else:
+            self._queues.setdefault(entry.queue, deque()).appendleft(entry)

@@ -1,0 +1,81 @@
+"""Removes arrays that nothing refers to any more, expired checkpoints and old results.
+
+Only objects that are older than a grace period are touched: a younger one may just have been made by a worker
+whose message is still on its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from gradserve.compute.checkpoints import CheckpointFolders
+from gradserve.compute.objects import ObjectStore
+from gradserve.store.base import Store
+
+log = logging.getLogger(__name__)
+
+_GRACE_S = 10.0
+_LONGEST_PAUSE_S = 60.0
+_SHORTEST_PAUSE_S = 2.0
+_DEMOTE_AFTER_S = 60.0
+
+
+class Janitor:
+    """``in_use`` names the digests that the scheduler holds in memory; ``hot`` those that it will need again soon."""
+
+    def __init__(
+        self,
+        store: Store,
+        objects: ObjectStore,
+        folders: CheckpointFolders,
+        result_ttl_s: float,
+        in_use: Callable[[], set[str]],
+        hot: Callable[[], set[str]],
+    ) -> None:
+        self._store = store
+        self._objects = objects
+        self._folders = folders
+        self._result_ttl_s = result_ttl_s
+        self._in_use = in_use
+        self._hot = hot
+        self._wanted = asyncio.Event()
+
+    def garbage(self) -> None:
+        """A hint that arrays were just replaced."""
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Sweep now and then, for ever."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wanted.wait(), _LONGEST_PAUSE_S)
+            self._wanted.clear()
+            try:
+                await self.sweep()
+            except Exception:
+                log.exception("sweep failed; the next one is in a minute")
+            await asyncio.sleep(_SHORTEST_PAUSE_S)
+
+    async def sweep(self) -> None:
+        """One round: expired checkpoints, old results, unreferenced arrays, arrays that may leave shared memory."""
+        now = time.time()
+        for checkpoint in await self._store.sweep_checkpoints(now):
+            self._folders.remove(checkpoint.run_id, checkpoint.kind, checkpoint.name)
+        await self._store.expire_results(now - self._result_ttl_s)
+        # The age is taken before the references, so that what is made in between counts as young.
+        fast = self._objects.fast_older_than(_GRACE_S)
+        durable = self._objects.durable_older_than(_GRACE_S)
+        live = await self._store.live_digests() | self._in_use()
+        for digest in {*fast, *durable} - live:
+            self._objects.discard(digest)
+        await self._demote(live - self._hot())
+
+    async def _demote(self, cold: set[str]) -> None:
+        """Move to disk what only a sampling session or a checkpoint keeps alive, so that shared memory stays small."""
+        for digest in set(self._objects.fast_older_than(_DEMOTE_AFTER_S)) & cold:
+            await asyncio.to_thread(self._objects.persist, digest)
+            self._objects.discard_fast(digest)

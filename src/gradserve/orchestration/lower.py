@@ -1,0 +1,90 @@
+"""From an Op to its Program. Pure: the same Op, run state and budget give the same Program.
+
+The cutting of a forward_backward depends only on the rows and the budget, never on which workers there are, and
+its gradients are folded in Task order; so the result does not depend on who computed what.
+"""
+
+from __future__ import annotations
+
+from gradserve.compute.tasks import GradTask, InitTask, OptimTask, ReduceTask, SampleTask
+from gradserve.orchestration.program import Compute, Persist, Program, Step
+from gradserve.store.base import Run
+from gradserve.wire.data import Row
+from gradserve.wire.ops import (
+    CreateModel,
+    ForwardBackward,
+    LoadWeights,
+    OpBody,
+    OptimStep,
+    Sample,
+    SaveForSampling,
+    SaveWeights,
+)
+
+
+def lower(op_id: str, body: OpBody, run: Run | None, task_tokens: int) -> Program:
+    """The Program of one Op. ``run`` is the run as the Op finds it (None for a Sample).
+
+    ``task_tokens`` is the token budget of one GradTask; a row longer than the budget gets a Task of its own.
+    """
+    return Program(op_id, _steps(op_id, body, run, task_tokens))
+
+
+def _steps(op_id: str, body: OpBody, run: Run | None, task_tokens: int) -> tuple[Step, ...]:
+    match body:
+        case Sample():
+            return (Compute(SampleTask(f"{op_id}/0", body)),)
+        case CreateModel():
+            return (Compute(InitTask(f"{op_id}/0", body.base, body.lora)),)
+        case ForwardBackward():
+            return _forward_backward(op_id, body, _existing(run), task_tokens)
+        case OptimStep():
+            return _optim_step(op_id, body, _existing(run))
+        case SaveWeights():
+            return (_persist(body, _existing(run)),)
+        case SaveForSampling() | LoadWeights():
+            return ()
+
+
+def _forward_backward(op_id: str, body: ForwardBackward, run: Run, task_tokens: int) -> tuple[Step, ...]:
+    assert run.weights is not None
+    steps: list[Step] = [
+        Compute(GradTask(f"{op_id}/{number}", run.base, run.weights, rows, body.loss, body.config, body.backward))
+        for number, rows in enumerate(cut(body.rows, task_tokens))
+    ]
+    if body.backward and len(steps) > 1:
+        steps.append(Compute(ReduceTask(f"{op_id}/{len(steps)}", []), tuple(range(len(steps)))))
+    return tuple(steps)
+
+
+def _optim_step(op_id: str, body: OptimStep, run: Run) -> tuple[Step, ...]:
+    if not run.gradients:
+        return ()  # nothing was accumulated: the step is a no-op, not a step of momentum
+    assert run.weights is not None
+    gradients = [digest for _, digest in sorted(run.gradients)]
+    return (Compute(OptimTask(f"{op_id}/0", run.weights, run.moments, gradients, body.adam)),)
+
+
+def _persist(body: SaveWeights, run: Run) -> Persist:
+    assert run.weights is not None
+    with_moments = body.kind == "weights" and run.moments is not None
+    return Persist((run.weights, run.moments) if with_moments and run.moments else (run.weights,))
+
+
+def cut(rows: list[Row], task_tokens: int) -> list[list[Row]]:
+    """Rows in order, in groups of at most ``task_tokens`` tokens (or one longer row)."""
+    groups: list[list[Row]] = []
+    room = 0
+    for row in rows:
+        if not groups or row.length > room:
+            groups.append([])
+            room = task_tokens
+        groups[-1].append(row)
+        room -= row.length
+    return groups
+
+
+def _existing(run: Run | None) -> Run:
+    if run is None:
+        raise ValueError("this Op belongs to a run")
+    return run

@@ -1,0 +1,234 @@
+"""From the outcomes of an Op's Program to the one Settlement that records them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from gradserve.compute.tasks import Done, Failed, Usage
+from gradserve.orchestration.meter import ledger_line
+from gradserve.settings import PriceSheet
+from gradserve.store.base import Checkpoint, Op, Run, RunUpdate, SamplingSession, Settlement
+from gradserve.wire import codec
+from gradserve.wire.errors import GradserveError, Problem, ServerError, UserError
+from gradserve.wire.ops import (
+    CreateModel,
+    ForwardBackward,
+    LoadWeights,
+    OpBody,
+    OptimStep,
+    Sample,
+    SaveForSampling,
+    SaveWeights,
+)
+from gradserve.wire.results import ForwardBackwardResult
+
+JSON = "application/json"
+PROTOBUF = "application/x-protobuf"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a settlement needs besides the outcomes: the run as the Op found it, the checkpoint that a load names
+    or that a save would replace, the size of what a save made durable."""
+
+    op: Op
+    body: OpBody
+    run: Run | None
+    prices: PriceSheet
+    at: float
+    checkpoint: Checkpoint | None = None
+    size_bytes: int = 0
+
+
+def settle_done(context: Context, outcomes: Sequence[Done]) -> Settlement:
+    """The Settlement of an Op whose Tasks all succeeded. Raises UserError when the Op itself is at fault."""
+    usage = sum((outcome.usage for outcome in outcomes), Usage())
+    settlement = _SETTLERS[type(context.body)](context, outcomes)
+    if not outcomes:
+        return settlement  # nothing was executed on a worker, so nothing is charged
+    base = context.body.base if isinstance(context.body, Sample) else _run(context).base
+    line = ledger_line(context.op, base, usage, context.prices, context.at)
+    return msgspec.structs.replace(settlement, ledger=line)
+
+
+def settle_failed(op: Op, problem: Problem, at: float) -> Settlement:
+    """The Settlement of an Op that failed: its seq is consumed, the run is as it was, nothing is charged."""
+    return Settlement(op.id, "failed", at, problem=problem)
+
+
+def problem_of(failed: Failed) -> Problem:
+    """What the client is told about a Task that raised."""
+    error: GradserveError
+    match failed.kind:
+        case "user":
+            error = UserError("computation_refused", failed.message)
+        case "out_of_memory":
+            peak = failed.peak_rss_bytes / 2**20
+            error = ServerError(
+                "out_of_memory",
+                f"The worker ran out of memory ({failed.message}; its peak so far was {peak:.0f} MiB).",
+                fix="Send shorter or fewer rows, or give the server a smaller task_tokens or kv_cache_bytes.",
+            )
+        case "internal":
+            error = ServerError("internal", f"The computation failed on our side: {failed.message}")
+    return error.problem()
+
+
+def _run(context: Context) -> Run:
+    assert context.run is not None
+    return context.run
+
+
+def _done(context: Context, answer: object) -> Settlement:
+    return Settlement(context.op.id, "done", context.at, msgspec.json.encode(answer), JSON)
+
+
+def _update(run: Run, **changes: object) -> RunUpdate:
+    same = {name: getattr(run, name) for name in RunUpdate.__struct_fields__}
+    return RunUpdate(**{**same, **changes})
+
+
+def _create_model(context: Context, outcomes: Sequence[Done]) -> Settlement:
+    run = _run(context)
+    return msgspec.structs.replace(
+        _done(context, {"model_id": run.id}), run=_update(run, weights=outcomes[0].objects["weights"])
+    )
+
+
+def _forward_backward(context: Context, outcomes: Sequence[Done]) -> Settlement:
+    body = context.body
+    assert isinstance(body, ForwardBackward)
+    parts = [outcome.rows for outcome in outcomes if outcome.rows is not None]
+    result = codec.encode_forward_backward(combine(parts))
+    settlement = Settlement(context.op.id, "done", context.at, result, PROTOBUF)
+    if not body.backward:
+        return settlement
+    run = _run(context)
+    gradient = outcomes[-1].objects["gradient"]  # of the only GradTask, or of the ReduceTask after them
+    update = _update(run, gradients=(*run.gradients, (context.op.seq, gradient)))
+    return msgspec.structs.replace(settlement, run=update)
+
+
+def combine(parts: Sequence[ForwardBackwardResult]) -> ForwardBackwardResult:
+    """The results of several GradTasks as one: rows in order, metrics by the suffix after their ":".
+
+    sum adds, min and max choose, mean is weighted by rows; as the SDK itself combines chunks.
+    """
+    logprobs = [row for part in parts for row in part.logprobs]
+    metrics = {key: _combined(key, parts) for key in parts[0].metrics}
+    return ForwardBackwardResult(logprobs, metrics)
+
+
+def _combined(key: str, parts: Sequence[ForwardBackwardResult]) -> float:
+    values = [part.metrics[key] for part in parts]
+    match key.rpartition(":")[2]:
+        case "sum":
+            return sum(values)
+        case "min":
+            return min(values)
+        case "max":
+            return max(values)
+        case "mean":
+            weights = [len(part.logprobs) for part in parts]
+            return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
+        case other:
+            raise ValueError(f"metric {key!r}: no rule to combine {other!r}")
+
+
+def _optim_step(context: Context, outcomes: Sequence[Done]) -> Settlement:
+    if not outcomes:
+        return _done(context, {"metrics": {"grad_norm": 0.0, "step_skipped": 1.0}})
+    run = _run(context)
+    (outcome,) = outcomes
+    update = _update(
+        run,
+        version=run.version + 1,
+        weights=outcome.objects["weights"],
+        moments=outcome.objects["moments"],
+        gradients=(),
+    )
+    return msgspec.structs.replace(_done(context, {"metrics": outcome.metrics}), run=update)
+
+
+def _save_weights(context: Context, outcomes: Sequence[Done]) -> Settlement:
+    body, run = context.body, _run(context)
+    assert isinstance(body, SaveWeights)
+    assert run.weights is not None
+    if context.checkpoint is not None and not body.overwrite:
+        raise UserError(
+            "checkpoint_exists",
+            f"{context.checkpoint.path} already exists.",
+            field="path",
+            fix="Choose another name or pass overwrite=true.",
+        )
+    checkpoint = Checkpoint(
+        run_id=run.id,
+        tenant=run.tenant,
+        kind=body.kind,
+        name=body.name,
+        base=run.base,
+        lora=run.lora,
+        version=run.version,
+        weights=run.weights,
+        moments=run.moments if body.kind == "weights" else None,
+        size_bytes=context.size_bytes,
+        created_at=context.at,
+        expires_at=None if body.ttl_seconds is None else context.at + body.ttl_seconds,
+        user_metadata=body.user_metadata,
+    )
+    answer: dict[str, object] = {"path": checkpoint.path}
+    if body.kind == "external_weights":
+        answer["size_bytes"] = context.size_bytes
+    return msgspec.structs.replace(_done(context, answer), checkpoint=checkpoint)
+
+
+def _save_for_sampling(context: Context, outcomes: Sequence[Done]) -> Settlement:
+    body, run = context.body, _run(context)
+    assert isinstance(body, SaveForSampling)
+    session = SamplingSession(
+        id=body.sampling_session_id,
+        tenant=run.tenant,
+        session_id=context.op.session_id,
+        base=run.base,
+        created_at=context.at,
+        weights=run.weights,
+        run_id=run.id,
+        run_version=run.version,
+    )
+    return msgspec.structs.replace(_done(context, {"sampling_session_id": session.id}), sampling_session=session)
+
+
+def _load_weights(context: Context, outcomes: Sequence[Done]) -> Settlement:
+    body, run, source = context.body, _run(context), context.checkpoint
+    assert isinstance(body, LoadWeights)
+    if source is None:
+        raise UserError("checkpoint_not_found", f"There is no checkpoint {body.path} (any more).", field="path")
+    update = _update(
+        run,
+        version=source.version if body.creates else run.version + 1,
+        weights=source.weights,
+        moments=source.moments if body.optimizer else None,
+        gradients=(),
+        corrupted=False,
+    )
+    return msgspec.structs.replace(_done(context, {"path": body.path, "model_id": run.id}), run=update)
+
+
+def _sample(context: Context, outcomes: Sequence[Done]) -> Settlement:
+    (outcome,) = outcomes
+    assert outcome.sample is not None
+    return Settlement(context.op.id, "done", context.at, codec.encode_sample(outcome.sample), PROTOBUF)
+
+
+_SETTLERS = {
+    CreateModel: _create_model,
+    ForwardBackward: _forward_backward,
+    OptimStep: _optim_step,
+    SaveWeights: _save_weights,
+    SaveForSampling: _save_for_sampling,
+    LoadWeights: _load_weights,
+    Sample: _sample,
+}

@@ -1,0 +1,1 @@
+"""Alembic's environment and versions. ``store.schema.migrate`` is the only caller."""

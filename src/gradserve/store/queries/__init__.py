@@ -1,0 +1,1 @@
+"""What the store does, a file per noun: plain functions of an open connection, run by the commit thread."""

@@ -1,0 +1,162 @@
+"""The journal: Ops are written once and settled once."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+from msgspec.structs import asdict
+from sqlalchemy import bindparam
+from sqlalchemy.engine import Connection
+
+from gradserve.store.base import IdentityConflict, Op, Run, Settlement
+from gradserve.store.queries import checkpoints, ledger, runs, samplers
+from gradserve.store.queries.common import visible
+from gradserve.store.tables import insert_if_new, op_bodies, ops
+from gradserve.wire.errors import Problem
+
+_ANY_BODY = b""
+"""The digest kept for a rejected Op: its replay is answered whatever the body."""
+
+_EXPIRE_CHUNK = 500
+
+_INSERT = insert_if_new(ops)
+_INSERT_BODY = sa.insert(op_bodies)
+
+
+def _columns() -> list[sa.ColumnElement[Any]]:
+    body = sa.func.coalesce(op_bodies.c.body, sa.literal(b"", sa.LargeBinary))
+    return [body if name == "body" else ops.c[name] for name in Op.__struct_fields__]
+
+
+_WITH_BODY = ops.outerjoin(op_bodies, op_bodies.c.n == ops.c.n)
+_SELECT = sa.select(*_columns()).select_from(_WITH_BODY)
+_BY_ID = _SELECT.where(ops.c.id == bindparam("key"))
+_BY_IDENTITY = _SELECT.add_columns(ops.c.body_sha256).where(
+    ops.c.scope == bindparam("key"), ops.c.seq == bindparam("at_seq")
+)
+_UNFINISHED = _SELECT.where(ops.c.state == "accepted").order_by(ops.c.accepted_at, ops.c.seq, ops.c.n)
+
+_SETTLE = (
+    sa.update(ops)
+    .where(ops.c.id == bindparam("key"), ops.c.state == "accepted")
+    .values({name: bindparam(f"new_{name}") for name in ("state", "ended_at", "result", "content_type", "problem")})
+    .returning(ops.c.tenant, ops.c.scope, ops.c.seq, ops.c.kind)
+)
+
+_EXPIRABLE = (
+    sa.select(ops.c.n)
+    .where(ops.c.state.in_(("done", "failed", "rejected")), ops.c.ended_at < bindparam("ended_before"))
+    .limit(_EXPIRE_CHUNK)
+)
+_EXPIRE = sa.update(ops).where(ops.c.n.in_(bindparam("numbers", expanding=True))).values(state="expired", result=None)
+_DROP_BODIES = sa.delete(op_bodies).where(op_bodies.c.n.in_(bindparam("numbers", expanding=True)))
+
+
+def submit(connection: Connection, op: Op, new_run: Run | None) -> tuple[Op, bool]:
+    digest = hashlib.sha256(op.body).digest()
+    if not _write(connection, op, digest):
+        return _replayed(connection, op, digest), False
+    if new_run is not None:
+        runs.create(connection, new_run)
+    _note_request(connection, op)
+    return op, True
+
+
+def reject(connection: Connection, op: Op, problem: Problem) -> Op:
+    rejected = msgspec.structs.replace(op, state="rejected", ended_at=op.accepted_at, problem=problem)
+    if not _write(connection, rejected, _ANY_BODY):
+        return _stored(connection, op)[0]
+    _advance(connection, op.tenant, op.scope, op.seq, op.kind)
+    return rejected
+
+
+def get(connection: Connection, tenant: str | None, op_id: str) -> Op | None:
+    row = connection.execute(_BY_ID, {"key": op_id}).first()
+    return visible(None if row is None else Op(*row), tenant)
+
+
+def unfinished(connection: Connection) -> list[Op]:
+    return [Op(*row) for row in connection.execute(_UNFINISHED)]
+
+
+def settle(connection: Connection, end: Settlement) -> bool:
+    op = connection.execute(
+        _SETTLE,
+        {
+            "key": end.op_id,
+            "new_state": end.state,
+            "new_ended_at": end.ended_at,
+            "new_result": end.result,
+            "new_content_type": end.content_type,
+            "new_problem": end.problem,
+        },
+    ).first()
+    if op is None:
+        return False
+    if end.run is not None:
+        runs.update(connection, op.tenant, end.run)
+    if end.checkpoint is not None:
+        checkpoints.put(connection, end.checkpoint)
+    if end.sampling_session is not None:
+        samplers.put(connection, end.sampling_session)
+    if end.ledger is not None:
+        ledger.append(connection, end.ledger)
+    _advance(connection, op.tenant, op.scope, op.seq, op.kind)
+    return True
+
+
+def expire_some(connection: Connection, ended_before: float) -> int:
+    """Expire a bounded number of Ops, so that others are served in between; 0 when none is left."""
+    numbers = connection.execute(_EXPIRABLE, {"ended_before": ended_before}).scalars().all()
+    if numbers:
+        connection.execute(_EXPIRE, {"numbers": numbers})
+        connection.execute(_DROP_BODIES, {"numbers": numbers})
+    return len(numbers)
+
+
+def _write(connection: Connection, op: Op, digest: bytes) -> bool:
+    """False when the identity, or the id, is taken."""
+    row = asdict(op)
+    body = row.pop("body")
+    number = connection.execute(_INSERT, {**row, "body_sha256": digest}).scalar()
+    if number is None:
+        return False
+    if body:
+        connection.execute(_INSERT_BODY, {"n": number, "body": body})
+    return True
+
+
+def _note_request(connection: Connection, op: Op) -> None:
+    if op.kind == "sample":
+        if op.run_id is not None:  # another tenant's, when its checkpoint is public: that one is left alone
+            runs.touch(connection, op.tenant, op.run_id, op.accepted_at)
+    elif not runs.touch(connection, op.tenant, op.scope, op.accepted_at):
+        runs.refuse_foreign(connection, op.tenant, op.scope)
+
+
+def _replayed(connection: Connection, op: Op, digest: bytes) -> Op:
+    stored, stored_digest = _stored(connection, op)
+    same = stored.kind == op.kind and stored_digest == digest
+    if not same and stored_digest != _ANY_BODY:
+        raise IdentityConflict(f"seq {op.seq} of {op.scope} was used before for another {stored.kind} request")
+    return stored
+
+
+def _stored(connection: Connection, op: Op) -> tuple[Op, bytes]:
+    """The Op that holds the identity of ``op``, and its body's digest."""
+    row = connection.execute(_BY_IDENTITY, {"key": op.scope, "at_seq": op.seq}).first()
+    if row is None:
+        raise IdentityConflict(f"op id {op.id} was used before with another identity")
+    *values, digest = row
+    stored = Op(*values)
+    if stored.tenant != op.tenant:
+        raise IdentityConflict(f"{op.scope} is not one of this tenant's")
+    return stored, digest
+
+
+def _advance(connection: Connection, tenant: str, scope: str, seq: int, kind: str) -> None:
+    if kind != "sample":  # the scope of a sample is a sampling session, which has no cursor
+        runs.advance(connection, tenant, scope, seq)

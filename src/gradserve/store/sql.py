@@ -1,0 +1,188 @@
+"""The Store on SQLite: one database file (or memory), one thread, one commit for all calls that piled up.
+
+Each method queues a function of store/queries/ and waits for it. It is queued when the coroutine first runs, and
+applied in that order, reads included. Cancelling the wait does not undo the call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from sqlalchemy.engine import Connection
+
+from gradserve.store import schema
+from gradserve.store.base import (
+    Checkpoint,
+    LedgerLine,
+    LedgerTotal,
+    Op,
+    Page,
+    Run,
+    SamplingSession,
+    Session,
+    Settlement,
+    Store,
+)
+from gradserve.store.queries import checkpoints, digests, ledger, ops, runs, samplers, sessions
+from gradserve.store.writer import CommitThread
+from gradserve.wire.errors import Problem
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_MAX_SUMS = 1024
+
+
+class SqlStore(Store):
+    """Make one by :meth:`at` or :meth:`in_memory`; it belongs to the event loop that opens it, once."""
+
+    def __init__(self, connect: Callable[[], Connection], now: Callable[[], float]) -> None:
+        self._connect = connect
+        self._now = now
+        self._thread = CommitThread("gradserve-store")
+        self._sums: dict[tuple[str | None, str | None, str | None], ledger.Sum] = {}
+
+    @classmethod
+    def at(cls, path: str | Path, *, read_only: bool = False, now: Callable[[], float] = time.time) -> SqlStore:
+        """The store in the file ``path``, made when missing.
+
+        With ``read_only`` it looks into a database while a server writes to it: ``open`` raises
+        FileNotFoundError when there is none, and every write raises StoreError.
+        """
+        place = Path(path)
+        opener = schema.open_read_only if read_only else schema.open_file
+        return cls(lambda: opener(place), now)
+
+    @classmethod
+    def in_memory(cls, *, now: Callable[[], float] = time.time) -> SqlStore:
+        """The same store without a file: for tests."""
+        return cls(schema.open_memory, now)
+
+    async def open(self) -> None:
+        """Raises StoreError when the database is from a newer gradserve or not one of ours."""
+        await self._thread.start(self._connect)
+
+    async def close(self) -> None:
+        """Applies what was queued, then closes. Later calls raise RuntimeError."""
+        await self._thread.stop()
+
+    async def _read(self, work: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._thread.call(lambda c: work(c, *args, **kwargs), writes=False)
+
+    async def _write(self, work: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._thread.call(lambda c: work(c, *args, **kwargs), writes=True)
+
+    # sessions
+
+    async def create_session(self, session: Session) -> None:
+        await self._write(sessions.create, session)
+
+    async def get_session(self, tenant: str, session_id: str) -> Session | None:
+        return await self._read(sessions.get, tenant, session_id)
+
+    async def touch_session(self, tenant: str, session_id: str, at: float) -> bool:
+        return await self._write(sessions.touch, tenant, session_id, at)
+
+    async def finish_session(self, tenant: str, session_id: str, finished: str, detail: str | None) -> bool:
+        return await self._write(sessions.finish, tenant, session_id, finished, detail)
+
+    async def list_sessions(self, tenant: str, limit: int, offset: int) -> tuple[list[Session], Page]:
+        return await self._read(sessions.page, tenant, limit, offset)
+
+    # ops
+
+    async def submit(self, op: Op, new_run: Run | None = None) -> tuple[Op, bool]:
+        return await self._write(ops.submit, op, new_run)
+
+    async def reject(self, op: Op, problem: Problem) -> Op:
+        return await self._write(ops.reject, op, problem)
+
+    async def get_op(self, tenant: str | None, op_id: str) -> Op | None:
+        return await self._read(ops.get, tenant, op_id)
+
+    async def unfinished_ops(self) -> list[Op]:
+        return await self._read(ops.unfinished)
+
+    async def settle(self, settlement: Settlement) -> bool:
+        return await self._write(ops.settle, settlement)
+
+    async def expire_results(self, ended_before: float) -> int:
+        expired = 0
+        while some := await self._write(ops.expire_some, ended_before):
+            expired += some
+        return expired
+
+    # runs
+
+    async def get_run(self, tenant: str | None, run_id: str) -> Run | None:
+        return await self._read(runs.get, tenant, run_id)
+
+    async def list_runs(self, tenant: str | None, limit: int, offset: int) -> tuple[list[Run], Page]:
+        return await self._read(runs.page, tenant, limit, offset)
+
+    async def runs_of_session(self, tenant: str, session_id: str) -> list[Run]:
+        return await self._read(runs.of_session, tenant, session_id)
+
+    # sampling sessions
+
+    async def put_sampling_session(self, session: SamplingSession) -> SamplingSession:
+        return await self._write(samplers.put, session)
+
+    async def get_sampling_session(self, tenant: str | None, sampling_session_id: str) -> SamplingSession | None:
+        return await self._read(samplers.get, tenant, sampling_session_id)
+
+    async def join_sampling_session(self, tenant: str, sampling_session_id: str) -> int | None:
+        return await self._write(samplers.join, tenant, sampling_session_id)
+
+    async def samplers_of_session(self, tenant: str, session_id: str) -> list[SamplingSession]:
+        return await self._read(samplers.of_session, tenant, session_id)
+
+    # checkpoints
+
+    async def get_checkpoint(self, tenant: str | None, run_id: str, kind: str, name: str) -> Checkpoint | None:
+        return await self._read(checkpoints.get, self._now(), tenant, run_id, kind, name)
+
+    async def list_checkpoints(
+        self, tenant: str | None, run_id: str | None, limit: int, offset: int
+    ) -> tuple[list[Checkpoint], Page]:
+        return await self._read(checkpoints.page, self._now(), tenant, run_id, limit, offset)
+
+    async def delete_checkpoint(self, tenant: str, run_id: str, kind: str, name: str) -> bool:
+        return await self._write(checkpoints.delete, self._now(), tenant, run_id, kind, name)
+
+    async def set_checkpoint_ttl(
+        self, tenant: str, run_id: str, kind: str, name: str, expires_at: float | None
+    ) -> bool:
+        return await self._write(checkpoints.set_ttl, self._now(), tenant, run_id, kind, name, expires_at)
+
+    async def set_checkpoint_public(self, tenant: str, run_id: str, kind: str, name: str, public: bool) -> bool:
+        return await self._write(checkpoints.set_public, self._now(), tenant, run_id, kind, name, public)
+
+    async def sweep_checkpoints(self, now: float) -> list[Checkpoint]:
+        return await self._write(checkpoints.sweep, now)
+
+    async def live_digests(self) -> set[str]:
+        return await self._read(digests.live)
+
+    # ledger
+
+    async def ledger_lines(
+        self, tenant: str | None, run_id: str | None, limit: int, offset: int
+    ) -> tuple[list[LedgerLine], Page]:
+        return await self._read(ledger.page, tenant, run_id, limit, offset)
+
+    async def ledger_total(
+        self, tenant: str | None, run_id: str | None = None, session_id: str | None = None
+    ) -> LedgerTotal:
+        # Lines never change, so each is read once; a sum is remembered only after the commit that it was read in.
+        key = (tenant, run_id, session_id)
+        known, complete = self._sums.pop(key, ledger.NOTHING), False
+        while not complete:
+            known, complete = await self._read(ledger.add_some, known, *key)
+        while len(self._sums) >= _MAX_SUMS:
+            del self._sums[next(iter(self._sums))]
+        self._sums[key] = known
+        return known.total

@@ -1,0 +1,1 @@
+"""Generated protobuf messages; the source is gradserve_wire.proto."""

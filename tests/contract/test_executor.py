@@ -1,0 +1,140 @@
+"""The local executor with real processes: Tasks run, deaths are told and mended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from gradserve.compute.executor import WorkerLost, WorkerState
+from gradserve.compute.local import LocalExecutor
+from gradserve.compute.objects import ObjectStore
+from gradserve.compute.tasks import BaseSpec, Done, Failed, InitTask, WorkerSpec
+from gradserve.wire.ops import LoraConfig
+
+
+def spec(tmp_path: Path, tiny_models: dict[str, str], name: str = "w") -> WorkerSpec:
+    bases = (BaseSpec("tiny", tiny_models["tiny"]),)
+    return WorkerSpec(name, 1, bases, str(tmp_path / "fast"), str(tmp_path / "durable"), 64 << 20, 256)
+
+
+def init(number: int, base: str = "tiny") -> InitTask:
+    return InitTask(f"init/{number}", base, LoraConfig(4, seed=number))
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def run_with(executor: LocalExecutor, scenario: Callable[[], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        await executor.start()
+        try:
+            await until(lambda: all(worker.phase == "ready" for worker in executor.workers()))
+            await scenario()
+        finally:
+            await executor.close()
+
+    asyncio.run(whole())
+
+
+def the(executor: LocalExecutor) -> WorkerState:
+    (worker,) = executor.workers()
+    return worker
+
+
+def test_the_same_task_gives_the_same_object(tmp_path: Path, tiny_models: dict[str, str]) -> None:
+    executor = LocalExecutor([spec(tmp_path, tiny_models)])
+    objects = ObjectStore(tmp_path / "fast", tmp_path / "durable")
+
+    async def scenario() -> None:
+        first, again, other = [await executor.run("w", init(n)) for n in (1, 1, 2)]
+        assert isinstance(first, Done)
+        assert isinstance(again, Done)
+        assert isinstance(other, Done)
+        assert first.objects == again.objects != other.objects
+        data = objects.path(first.objects["weights"]).read_bytes()
+        assert ObjectStore.digest(data) == first.objects["weights"]
+
+    run_with(executor, scenario)
+
+
+def test_a_task_that_raises_leaves_the_worker_alive(tmp_path: Path, tiny_models: dict[str, str]) -> None:
+    executor = LocalExecutor([spec(tmp_path, tiny_models)])
+
+    async def scenario() -> None:
+        pid = the(executor).pid
+        outcome = await executor.run("w", init(1, base="no-such-base"))
+        assert isinstance(outcome, Failed)
+        assert "no-such-base" in outcome.message
+        assert isinstance(await executor.run("w", init(2)), Done)
+        assert the(executor).pid == pid
+
+    run_with(executor, scenario)
+
+
+def test_a_killed_worker_is_told_and_replaced(tmp_path: Path, tiny_models: dict[str, str]) -> None:
+    executor = LocalExecutor([spec(tmp_path, tiny_models)])
+    changes: list[str] = []
+    executor.on_change = lambda: changes.append(the(executor).phase)
+
+    async def scenario() -> None:
+        pid = the(executor).pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)  # so that the Task is certainly in flight
+        running = asyncio.create_task(executor.run("w", init(1)))
+        await asyncio.sleep(0.2)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerLost, match="SIGKILL") as lost:
+            await running
+        assert lost.value.reason.kind == "signal"
+        assert lost.value.reason.exit_code == -signal.SIGKILL
+        await until(lambda: the(executor).phase == "ready")
+        assert the(executor).pid != pid
+        assert the(executor).restarts == 1
+        assert isinstance(await executor.run("w", init(1)), Done)
+
+    run_with(executor, scenario)
+    assert "down" in changes
+    assert "ready" in changes
+
+
+def test_a_silent_worker_is_killed(
+    tmp_path: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradserve.compute.local._PING_EVERY_S", 0.2)
+    executor = LocalExecutor([spec(tmp_path, tiny_models)], silence_s=1.0)
+
+    async def scenario() -> None:
+        pid = the(executor).pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(WorkerLost, match="no sign of life"):
+            await executor.run("w", init(1))
+        await until(lambda: the(executor).phase == "ready")
+        assert isinstance(await executor.run("w", init(1)), Done)
+
+    run_with(executor, scenario)
+
+
+def test_closing_fails_what_is_in_flight(tmp_path: Path, tiny_models: dict[str, str]) -> None:
+    executor = LocalExecutor([spec(tmp_path, tiny_models)])
+
+    async def scenario() -> None:
+        pid = the(executor).pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        running = asyncio.create_task(executor.run("w", init(1)))
+        await asyncio.sleep(0.1)
+        await executor.close()
+        with pytest.raises(WorkerLost) as lost:
+            await running
+        assert lost.value.reason.kind == "stopped"
+
+    run_with(executor, scenario)

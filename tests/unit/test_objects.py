@@ -1,0 +1,53 @@
+"""The object store: names are digests, two tiers, whole files only."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from gradserve.compute.objects import ObjectMissing, ObjectStore
+
+
+@pytest.fixture
+def objects(tmp_path: Path) -> ObjectStore:
+    return ObjectStore(tmp_path / "fast", tmp_path / "durable")
+
+
+def test_a_name_is_the_sha256_of_the_bytes(objects: ObjectStore) -> None:
+    digest = objects.put(b"weights")
+    assert digest == hashlib.sha256(b"weights").hexdigest() == objects.put(b"weights")
+    assert objects.path(digest).read_bytes() == b"weights"
+    assert objects.size(digest) == 7
+
+
+def test_persisted_objects_outlive_the_fast_tier(objects: ObjectStore) -> None:
+    digest = objects.put(b"a")
+    objects.persist(digest)
+    objects.discard_fast(digest)
+    assert objects.path(digest).parent == objects.durable
+    assert objects.has_durable(digest)
+    objects.discard(digest)
+    with pytest.raises(ObjectMissing):
+        objects.path(digest)
+    with pytest.raises(ObjectMissing):
+        objects.persist(digest)
+
+
+def test_writing_again_makes_an_object_young(objects: ObjectStore) -> None:
+    digest = objects.put(b"a")
+    old = time.time() - 100
+    os.utime(objects.path(digest), (old, old))
+    assert objects.fast_older_than(50) == [digest]
+    objects.put(b"a")
+    assert objects.fast_older_than(50) == []
+
+
+def test_interrupted_writes_are_not_objects(objects: ObjectStore) -> None:
+    (objects.fast / "abc.1234.tmp").write_bytes(b"half")
+    assert objects.fast_older_than(-1) == []
+    objects.sweep_temporary()
+    assert list(objects.fast.iterdir()) == []
