@@ -47,10 +47,12 @@ async def test_the_total_of_hand_worked_lines(store: Store) -> None:
 
 @each_store
 async def test_a_sum_is_not_rounded(store: Store) -> None:
-    """Python's default context keeps 28 digits; this sum has 41."""
-    await write_line(store, a_line(1, "100000000000000000000"))
-    await write_line(store, a_line(2, "0.00000000000000000001"))
-    assert str((await store.ledger_total("acme")).amount_usd) == "100000000000000000000.00000000000000000001"
+    """Python's default context keeps 28 digits; these sums have 41."""
+    large, small = "100000000000000000000", "0.00000000000000000001"
+    await write_line(store, a_line(1, large, compute_ms=Decimal(small)))
+    await write_line(store, a_line(2, small, compute_ms=Decimal(large)))
+    total = await store.ledger_total("acme")
+    assert str(total.amount_usd) == str(total.compute_ms) == "100000000000000000000.00000000000000000001"
 
 
 @each_store

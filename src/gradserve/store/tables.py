@@ -168,6 +168,7 @@ checkpoints = sa.Table(
     _json("user_metadata", dict[str, str]),
     sa.UniqueConstraint("run_id", "kind", "name"),
     sa.Index(None, "tenant", "created_at"),
+    sa.Index(None, "run_id", "tenant", "created_at"),
     sa.Index(None, "expires_at"),
 )
 

@@ -23,7 +23,7 @@ from gradserve.wire.results import ForwardBackwardResult
 HEAD_POSITIONS = 1024
 """Positions whose logits [positions, V] exist at one time; more are computed in chunks, and again in the backward."""
 
-RECOMPUTE_TOKENS = 2048
+RECOMPUTE_TOKENS = 1024
 """Above so many packed tokens a backward pass recomputes each layer instead of keeping its activations."""
 
 

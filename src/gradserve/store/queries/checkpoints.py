@@ -32,7 +32,7 @@ _DELETE = sa.delete(checkpoints).where(*_OWN)
 _SET_TTL = sa.update(checkpoints).where(*_OWN).values(expires_at=bindparam("until"))
 _SET_PUBLIC = sa.update(checkpoints).where(*_OWN).values(public=bindparam("shown"))
 _PASSED = checkpoints.c.expires_at <= _NOW
-_EXPIRED = _SELECT.where(_PASSED).order_by(checkpoints.c.n)
+_EXPIRED = _SELECT.where(_PASSED).order_by(checkpoints.c.expires_at, checkpoints.c.n)
 _SWEEP = sa.delete(checkpoints).where(_PASSED)
 
 

@@ -33,6 +33,7 @@ def upgrade() -> None:
         sa.UniqueConstraint("run_id", "kind", "name", name="uq_checkpoints_run_id_kind_name"),
     )
     op.create_index("ix_checkpoints_expires_at", "checkpoints", ["expires_at"])
+    op.create_index("ix_checkpoints_run_id_tenant_created_at", "checkpoints", ["run_id", "tenant", "created_at"])
     op.create_index("ix_checkpoints_tenant_created_at", "checkpoints", ["tenant", "created_at"])
     op.create_table(
         "ledger",
