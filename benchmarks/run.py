@@ -14,6 +14,8 @@ import json
 import multiprocessing
 import os
 import platform
+import signal
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
@@ -94,6 +96,8 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=Path("benchmark-server.log"), help="the server's output")
     parser.add_argument("--out", type=Path, help="file to write")
     arguments = parser.parse_args()
+    # As Ctrl-C does: leave through the context managers, so that no server is left behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     launch = Launch(arguments.server_cmd, arguments.log.resolve())
     record = {"server": arguments.name, "model": arguments.model, "rank": arguments.rank, **conditions()}
     figures = run(launch, arguments.model, arguments.vocab, arguments.rank, arguments.scenarios, arguments.launches)

@@ -11,7 +11,7 @@ from tinker import types
 from .common import REPLY_LIMIT_S, Target, random_tokens, spread, supervised_batch, training_client
 
 PROMPTS, SAMPLES, NEW_TOKENS, PROMPT_LENGTH = 16, 4, 64, 32
-REPETITIONS = 5
+REPETITIONS = 3
 
 
 def measure(target: Target) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def build_tiny(
         bos_token_id=None,
         pad_token_id=tokenizer.convert_tokens_to_ids(SPECIAL[0]),
         eos_token_id=tokenizer.eos_token_id,
-        **_window_config(family, window, layers),
+        **_family_config(family, window, layers),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -97,19 +97,15 @@ def byte_tokenizer(context: int = 512) -> Any:
     )
 
 
-def _window_config(family: str, window: int | None, layers: int) -> dict[str, Any]:
-    """The settings of a sliding window; every second layer slides where the family allows a choice."""
+def _family_config(family: str, window: int | None, layers: int) -> dict[str, Any]:
+    """A window on every second layer where the family allows a choice; every second smollm3 layer has no rope."""
     if family == "mistral":
         return {"sliding_window": window}
-    if window is None or family == "llama":
-        return {}
-    kinds = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(layers)]
-    return {
-        "use_sliding_window": True,
-        "sliding_window": window,
-        "max_window_layers": 0,
-        "layer_types": kinds,
-    }
+    own: dict[str, Any] = {"no_rope_layer_interval": 2} if family == "smollm3" else {}
+    if window is not None and family != "llama":
+        kinds = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(layers)]
+        own |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0, "layer_types": kinds}
+    return own
 
 
 def _randomise(model: Any) -> None:

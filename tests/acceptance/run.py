@@ -199,6 +199,8 @@ def main() -> int:
     run_dir.mkdir(parents=True)
     if arguments.base_url:
         return 0 if run(work, recipes, arguments.base_url, run_dir) else 1
+    # As Ctrl-C does: leave through the context manager, so that no server is left behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with server(work, arguments.server, run_dir) as base_url:
         return 0 if run(work, recipes, base_url, run_dir) else 1
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -73,11 +71,21 @@ def test_two_servers_do_not_share_a_data_directory(tiny_models: dict[str, str], 
         first.close("success")
 
 
-def test_importing_gradserve_needs_neither_torch_nor_the_sdk() -> None:
+def test_importing_gradserve_loads_nothing_heavy() -> None:
     code = "import sys, gradserve; print([m for m in ('torch', 'tinker', 'fastapi') if m in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
-    code = "import sys, gradserve.client.connect; print('torch' in sys.modules)"
-    started = time.monotonic()
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
-    assert ran.stdout.strip() == "False", time.monotonic() - started
+
+
+def test_the_client_side_works_where_the_servers_packages_are_missing(url: str) -> None:
+    """As after a plain ``pip install gradserve``: no torch, no web framework, no database."""
+    missing = ("torch", "fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic", "msgspec", "safetensors")
+    code = (
+        "import sys\n"
+        f"for name in {missing}: sys.modules[name] = None\n"
+        f"import gradserve; service = gradserve.connect({url!r})\n"
+        "run = service.create_lora_training_client(base_model='tiny', rank=4).result()\n"
+        "print(run.get_info().lora_rank)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.stdout.strip() == "4", ran.stderr

@@ -86,7 +86,7 @@ def test_loading_drops_gradients_that_were_waiting(run: tinker.TrainingClient) -
 
 def test_a_used_name_is_refused_at_once_and_the_run_goes_on(run: tinker.TrainingClient) -> None:
     run.save_state("once").result()
-    with pytest.raises((tinker.APIStatusError, ValueError, tinker.RequestFailedError), match="already exists"):
+    with pytest.raises((tinker.APIStatusError, ValueError, tinker.RequestFailedError), match="once exists"):
         run.save_state("once").result()
     assert len(train(run, DATA, steps=1)) == 1
 
@@ -142,7 +142,7 @@ def test_the_tinker_command(run: tinker.TrainingClient, url: str, tmp_path: Path
     assert run.model_id in json.dumps(call("run", "info", run.model_id))
     assert path in json.dumps(call("checkpoint", "list", "--run-id", run.model_id))
     assert path in json.dumps(call("checkpoint", "list"))
-    assert "tiny" in json.dumps(call("checkpoint", "info", path))
+    assert "for-cli" in json.dumps(call("checkpoint", "info", path))
     call("checkpoint", "publish", path)
     call("checkpoint", "unpublish", path)
     call("checkpoint", "set-ttl", path, "--ttl", "7200")

@@ -101,7 +101,16 @@ def sample_of(done: Done) -> SampleResult:
 
 
 def logprobs_of(result: ForwardBackwardResult) -> list[Floats]:
-    return [array.numpy().astype(np.float32) for array in result.logprobs]
+    return [floats(array) for array in result.logprobs]
+
+
+def floats(array: Array) -> Floats:
+    assert array.dtype == "float32"
+    return array.numpy().astype(np.float32)
+
+
+def integers(array: Array) -> NDArray[np.int64]:
+    return array.numpy().astype(np.int64)
 
 
 def ids(seed: int, length: int, vocab: int = 320) -> NDArray[np.int32]:

@@ -6,6 +6,7 @@ the journal and wake the scheduler (submit), or wait for a result that is there 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -61,6 +62,10 @@ def create_app(
 
 def _add(app: FastAPI, api: Api) -> None:
     extra: dict[str, Any] = {} if api.public else {"security": [{"key": []}]}
+    extra["parameters"] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", api.path)
+    ]
     if api.body is not None:
         schema = {"$ref": _SCHEMA_REF.format(name=api.body.__name__)}
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}

@@ -80,7 +80,7 @@ class SearchCursor(Lenient, frozen=True):
     last_session_id: str
 
 
-class SearchBody(Strict, frozen=True):
+class SearchBody(Strict, frozen=True, kw_only=True):
     """POST sessions/search."""
 
     session_id: str | None = None
@@ -109,43 +109,43 @@ class LoraBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     train_attn: bool = True
 
 
-class CreateModelBody(Strict, frozen=True):
+class CreateModelBody(Strict, frozen=True, kw_only=True):
     """POST create_model."""
 
-    session_id: str = ""
-    model_seq_id: int = -1
-    base_model: str = ""
+    session_id: str
+    model_seq_id: int
+    base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraBody | None = None
     optimizer_config: dict[str, Any] | None = None
 
 
-class OptimStepBody(Strict, frozen=True):
+class OptimStepBody(Strict, frozen=True, kw_only=True):
     """POST optim_step. ``adam_params`` or the parameters of another optimizer."""
 
-    model_id: str = ""
-    seq_id: int = 0
+    model_id: str
+    seq_id: int
     adam_params: AdamParams | None = None
     optim_params: dict[str, Any] | None = None
     optimizer_params: dict[str, Any] | None = None
 
 
-class SaveWeightsBody(Strict, frozen=True):
+class SaveWeightsBody(Strict, frozen=True, kw_only=True):
     """POST save_weights."""
 
-    model_id: str = ""
-    seq_id: int = 0
+    model_id: str
+    seq_id: int
     path: str | None = None
     ttl_seconds: int | None = None
     overwrite: bool = False
     user_metadata: dict[str, Any] | None = None
 
 
-class SaveForSamplerBody(Strict, frozen=True):
+class SaveForSamplerBody(Strict, frozen=True, kw_only=True):
     """POST save_weights_for_sampler: with ``path`` a checkpoint, with ``sampling_session_seq_id`` a session."""
 
-    model_id: str = ""
-    seq_id: int = 0
+    model_id: str
+    seq_id: int
     path: str | None = None
     sampling_session_seq_id: int | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
@@ -153,21 +153,21 @@ class SaveForSamplerBody(Strict, frozen=True):
     user_metadata: dict[str, Any] | None = None
 
 
-class SaveExternalBody(Strict, frozen=True):
+class SaveExternalBody(Strict, frozen=True, kw_only=True):
     """POST save_weights_external."""
 
-    model_id: str = ""
-    seq_id: int = 0
+    model_id: str
+    seq_id: int
     path: str | None = None
     ttl_seconds: int | None = None
     age_encryption_recipients: list[str] | None = None
 
 
-class LoadWeightsBody(Strict, frozen=True):
+class LoadWeightsBody(Strict, frozen=True, kw_only=True):
     """POST load_weights: into (model_id, seq_id), or creating (session_id, model_seq_id)."""
 
-    path: str = ""
-    optimizer: bool = False
+    path: str
+    optimizer: bool
     model_id: str | None = None
     seq_id: int | None = None
     session_id: str | None = None
@@ -178,11 +178,11 @@ class LoadWeightsBody(Strict, frozen=True):
     weights_access_token: str | None = None
 
 
-class CreateSamplingSessionBody(Strict, frozen=True):
+class CreateSamplingSessionBody(Strict, frozen=True, kw_only=True):
     """POST create_sampling_session."""
 
-    session_id: str = ""
-    sampling_session_seq_id: int = -1
+    session_id: str
+    sampling_session_seq_id: int
     base_model: str | None = None
     model_path: str | None = None
 
@@ -217,23 +217,23 @@ class SamplingParamsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     top_p: float = 1.0
 
 
-class TensorBody(Strict, frozen=True):
+class TensorBody(Strict, frozen=True, kw_only=True):
     """An int64 tensor in JSON, dense or CSR."""
 
-    data: list[int] = []
-    dtype: str = "int64"
+    data: list[int]
+    dtype: str
     shape: list[int] | None = None
     sparse_crow_indices: list[int] | None = None
     sparse_col_indices: list[int] | None = None
 
 
-class SampleBody(Strict, frozen=True):
+class SampleBody(Strict, frozen=True, kw_only=True):
     """POST asample."""
 
-    prompt: PromptBody = PromptBody([])
-    sampling_params: SamplingParamsBody = SamplingParamsBody()
+    prompt: PromptBody
+    sampling_params: SamplingParamsBody
     sampling_session_id: str | None = None
-    seq_id: int | None = None
+    seq_id: int
     num_samples: int = 1
     base_model: str | None = None
     model_path: str | None = None

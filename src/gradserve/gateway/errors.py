@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import msgspec
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from gradserve.wire.errors import GradserveError, Problem, UserError
@@ -48,6 +48,10 @@ def response_to(error: Exception) -> Response:
         return problem_response(error.problem)
     if isinstance(error, UserError):
         return problem_response(error.problem())
+    if isinstance(error, ClientDisconnect):
+        return problem_response(
+            Problem(400, "body.incomplete", "Bad Request", "The client went away before its body ended.")
+        )
     log.error("request failed", exc_info=error)
     if isinstance(error, GradserveError):
         return problem_response(error.problem())

@@ -9,12 +9,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-import httpx
 import msgspec
 import numpy as np
 from fastapi import FastAPI
@@ -39,6 +38,20 @@ OTHER = BaseFacts("other", "/models/other", "qwen3", vocab_size=300, context=128
 KEY = "tml-anything"
 
 _TYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64, "int32": pb.DTYPE_INT32}
+
+
+class Reply(Protocol):
+    """A response, of whichever httpx the test client is built on."""
+
+    @property
+    def status_code(self) -> int: ...
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+    @property
+    def content(self) -> bytes: ...
+    @property
+    def text(self) -> str: ...
+    def json(self) -> Any: ...
 
 
 def tensor(values: NDArray[Any]) -> pb.Tensor:
@@ -80,15 +93,14 @@ class Gate:
 
     # the client's side
 
-    def call(self, method: str, path: str, *, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+    def call(self, method: str, path: str, *, headers: dict[str, str] | None = None, **body: Any) -> Reply:
         sent = {} if self.key is None else {"X-API-Key": self.key}
-        response: Any = self.client.request(method, f"/api/v1/{path}", headers={**sent, **(headers or {})}, **body)
-        return response  # type: ignore[no-any-return]
+        return self.client.request(method, f"/api/v1/{path}", headers={**sent, **(headers or {})}, **body)
 
-    def post(self, path: str, /, **fields: Any) -> httpx.Response:
+    def post(self, path: str, /, **fields: Any) -> Reply:
         return self.call("POST", path, json=fields)
 
-    def get(self, path: str, /, **query: Any) -> httpx.Response:
+    def get(self, path: str, /, **query: Any) -> Reply:
         return self.call("GET", path, params=query)
 
     def session(self) -> str:
@@ -97,7 +109,7 @@ class Gate:
         session_id: str = answer.json()["session_id"]
         return session_id
 
-    def create_model(self, session: str, number: int = 0, base: str = "tiny", **fields: Any) -> httpx.Response:
+    def create_model(self, session: str, number: int = 0, base: str = "tiny", **fields: Any) -> Reply:
         lora = {"lora_config": {"rank": 4}, **fields}
         return self.post("create_model", session_id=session, model_seq_id=number, base_model=base, **lora)
 
@@ -123,16 +135,16 @@ class Gate:
         sampler: str = answer.json()["sampling_session_id"]
         return sampler
 
-    def forward_backward(self, body: bytes, **headers: str) -> httpx.Response:
+    def forward_backward(self, body: bytes, **headers: str) -> Reply:
         return self.call(
             "POST", "forward_backward", content=body, headers={"Content-Type": "application/x-protobuf", **headers}
         )
 
-    def sample(self, sampler: str, seq: int = 0, **fields: Any) -> httpx.Response:
+    def sample(self, sampler: str, seq: int = 0, **fields: Any) -> Reply:
         body = {"prompt": prompt(1, 2, 3), "sampling_params": {"max_tokens": 4}, **fields}
         return self.post("asample", sampling_session_id=sampler, seq_id=seq, **body)
 
-    def retrieve(self, request_id: str) -> httpx.Response:
+    def retrieve(self, request_id: str) -> Reply:
         return self.post("retrieve_future", request_id=request_id, allow_metadata_only=True)
 
     # the scheduler's side
@@ -225,7 +237,7 @@ def opened(root: Path, **settings: Any) -> Iterator[Gate]:
         yield Gate(client, store, wakeups, objects)
 
 
-def problem(response: httpx.Response) -> dict[str, Any]:
+def problem(response: Reply) -> dict[str, Any]:
     """The problem document of a refusal."""
     assert response.headers["content-type"] == "application/problem+json", response.text
     document: dict[str, Any] = response.json()

@@ -49,7 +49,7 @@ class Bad(NamedTuple):
     rows: list[pb.Datum]
     code: str
     field: str
-    index: int | None = None
+    row: int | None = None
     loss: str = "cross_entropy"
     fields: Mapping[str, Any] = MappingProxyType({})
     status: int = 400
@@ -157,7 +157,7 @@ def test_refused_and_the_run_goes_on(gate: Gate, name: str) -> None:
 
     assert answer.status_code == bad.status
     document = problem(answer)
-    assert (document["code"], document.get("field"), document.get("index")) == (bad.code, bad.field, bad.index)
+    assert (document["code"], document.get("field"), document.get("index")) == (bad.code, bad.field, bad.row)
     assert gate.op(f"{run}:op:1").state == "rejected"
     assert gate.cursor(run) == 1, "the refused seq is consumed"
     assert [op.seq for op in gate.submitted()] == [1], "the scheduler hears of it"

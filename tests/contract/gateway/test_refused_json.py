@@ -152,7 +152,7 @@ SAMPLING = {
         "unsupported.prompt_logprobs_last_n",
         "prompt_logprobs_last_n",
     ),
-    "model beside the session": ({"base_model": "tiny"}, "unsupported.sample_without_session", "base_model"),
+    "model beside the session": ({"base_model": "tiny"}, "unsupported.sample_without_session", "sampling_session_id"),
     "targets of wrong length": (targets(data=[1], shape=[1, 1]), "sample.targets", "target_prompt_logprobs.shape"),
     "targets without shape": (targets(data=[1, 1]), "sample.targets", "target_prompt_logprobs.shape"),
     "targets short of data": (targets(data=[1], shape=[2, 1]), "sample.targets", "target_prompt_logprobs"),
@@ -170,6 +170,8 @@ SAMPLING = {
     ),
     "new field": ({"guided_grammar": "x"}, "body.unknown_field", "guided_grammar"),
     "negative seq": ({"seq_id": -1}, "seq.range", "seq_id"),
+    "no session": ({"sampling_session_id": None}, "unsupported.sample_without_session", "sampling_session_id"),
+    "null seq": ({"seq_id": None}, "body.type", "seq_id"),
 }
 
 
@@ -260,6 +262,8 @@ def test_refused_sampling_session(gate: Gate, fields: dict[str, Any], status: in
 def test_load_needs_one_target(gate: Gate) -> None:
     run = gate.run()
     path = gate.save(run, 1, "a").path
+    answer = gate.post("load_weights", path=path, model_id=run, seq_id=2)
+    assert (problem(answer)["code"], problem(answer)["field"]) == ("body.missing_field", "optimizer")
     for target in ({}, {"model_id": run}, {"model_id": run, "seq_id": 2, "session_id": "s", "model_seq_id": 1}):
         answer = gate.post("load_weights", path=path, optimizer=False, **target)
         assert (answer.status_code, problem(answer)["code"]) == (400, "load.target")
@@ -305,6 +309,14 @@ def test_training_seq_starts_at_1(gate: Gate) -> None:
         answer = gate.post("optim_step", model_id=run, seq_id=seq, **adam())
         assert (answer.status_code, problem(answer)["code"]) == (400, "seq.range")
     assert gate.cursor(run) == 0
+
+
+@pytest.mark.parametrize("missing", ["session_id", "model_seq_id", "base_model"])
+def test_required_fields(gate: Gate, missing: str) -> None:
+    body = {"session_id": gate.session(), "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
+    del body[missing]
+    document = problem(gate.post("create_model", **body))
+    assert (document["status"], document["code"], document["field"]) == (400, "body.missing_field", missing)
 
 
 def test_unknown_run(gate: Gate) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -37,8 +38,11 @@ class Base:
         self._model = model
         self._router = lora.Router()
         self._tokenizer: Any = None
+        self._recompute = False
         self.targets: dict[str, nn.Linear] = lora.wrap(model, self._router)
         self.routed = self._router.routed
+        for layer in model.model.layers:
+            self._make_recomputable(layer)
 
     @classmethod
     def load(cls, spec: BaseSpec, device: torch.device) -> Base:
@@ -66,17 +70,21 @@ class Base:
     @contextmanager
     def recomputing(self, on: bool) -> Iterator[None]:
         """While ``on``, a backward pass keeps only each layer's input and computes the rest again."""
-        layers = self._model.model.layers
-        if on:
-            self._model.gradient_checkpointing_enable({"use_reentrant": False})
-        # Only the layers' own flag: their children stay in eval mode, so that nothing drops out.
-        for layer in layers:
-            layer.training = on
+        self._recompute = on
         try:
             yield
         finally:
-            for layer in layers:
-                layer.training = False
+            self._recompute = False
+
+    def _make_recomputable(self, layer: nn.Module) -> None:
+        forward = layer.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._recompute and torch.is_grad_enabled():
+                return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            return forward(*args, **kwargs)
+
+        layer.forward = run
 
     @property
     def tokenizer(self) -> Any:

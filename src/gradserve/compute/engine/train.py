@@ -144,7 +144,7 @@ def target_logprobs(base: Base, adapter: Adapter, packed: Packed) -> Tensor:
     chunks = zip(torch.split(hidden, HEAD_POSITIONS), torch.split(packed.targets, HEAD_POSITIONS), strict=True)
     if not torch.is_grad_enabled():
         return torch.cat([head(*chunk) for chunk in chunks])
-    return torch.cat([checkpoint(head, *chunk, use_reentrant=False) for chunk in chunks])
+    return torch.cat([checkpoint(head, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks])
 
 
 class _TargetLogprobs(torch.autograd.Function):

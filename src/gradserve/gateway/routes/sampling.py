@@ -10,7 +10,7 @@ from gradserve.gateway.bodies import CreateSamplingSessionBody, SampleBody, Samp
 from gradserve.gateway.call import Api, Call, answer_json
 from gradserve.gateway.submit import Future, accept, live_session, make_op
 from gradserve.gateway.validate.models import known_model, parse_path, sequence, unknown_checkpoint
-from gradserve.gateway.validate.sampling import sample_body
+from gradserve.gateway.validate.sampling import sample_body, without_session
 from gradserve.store.base import Checkpoint, IdentityConflict, SamplingSession
 from gradserve.wire.errors import Invalid, NotFound
 
@@ -106,7 +106,7 @@ async def asample(call: Call) -> Response:
     """Continue a prompt."""
     body = await call.json(SampleBody)
     if body.sampling_session_id is None:
-        raise Invalid("body.missing_field", "sampling_session_id is missing.", field="sampling_session_id")
+        raise without_session()
     seq = sequence(body.seq_id, "seq_id", 0)
     sampler = await _cached_sampler(call, body.sampling_session_id)
     await live_session(call, sampler.session_id)

@@ -66,9 +66,9 @@ def known_model(catalog: Catalog, name: str, field: str = "base_model") -> BaseF
     return facts
 
 
-def sequence(value: int | None, field: str, least: int) -> int:
+def sequence(value: int, field: str, least: int) -> int:
     """A counter that the client keeps. Raises Invalid outside [least, 2^63)."""
-    if value is None or not least <= value <= MAX_SEQ:
+    if not least <= value <= MAX_SEQ:
         raise Invalid("seq.range", f"{field} is {value}; it must be at least {least}.", field=field)
     return value
 

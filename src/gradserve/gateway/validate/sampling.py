@@ -43,14 +43,8 @@ def sample_body(body: SampleBody, sampler: SamplingSession, seq: int, facts: Bas
 
 def _refuse_unserved(body: SampleBody) -> None:
     """Fields that would have to be ignored. record_stability_info is taken: no loss here needs what it records."""
-    for field in ("base_model", "model_path"):
-        if getattr(body, field) is not None:
-            raise Unsupported(
-                "unsupported.sample_without_session",
-                f"{field} is set.",
-                field=field,
-                fix="Open a sampling session (create_sampling_session) and send its sampling_session_id.",
-            )
+    if body.base_model is not None or body.model_path is not None:
+        raise without_session()
     if body.prompt_alt_tokens_k:
         raise Unsupported(
             "unsupported.prompt_alt_tokens",
@@ -65,6 +59,16 @@ def _refuse_unserved(body: SampleBody) -> None:
             field="prompt_logprobs_last_n",
             fix="Leave it out: the whole prompt is scored.",
         )
+
+
+def without_session() -> Unsupported:
+    """The refusal of a request that names its weights itself."""
+    return Unsupported(
+        "unsupported.sample_without_session",
+        "Samples are taken from sampling sessions only.",
+        field="sampling_session_id",
+        fix="Open one (create_sampling_session) and send its id, without base_model and model_path.",
+    )
 
 
 def _out_of(field: str, value: object, bound: str, code: str = "sample.range") -> Invalid:

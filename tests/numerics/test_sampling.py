@@ -1,0 +1,178 @@
+"""Samples come from the model that trains, and nothing about how they were batched shows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from gradserve.compute.catalog import FAMILIES
+from gradserve.compute.engine.lane import Lane
+from gradserve.compute.tasks import Failed, SampleTask
+from gradserve.wire.ops import Sample
+from tests.numerics import reference
+from tests.numerics.lab import Lab, all_tokens, ask, ids, logprobs, row, tokens
+
+SAMPLER_TRAINER_ATOL = 5e-6
+"""|log-prob of the sampler - log-prob of the trainer| on the tiny models, float32."""
+
+BATCHING_ATOL = 5e-6
+"""|log-prob - log-prob of the same token under other batching|."""
+
+ALL = [*FAMILIES, *(f"{family}-window" for family in FAMILIES if family != "llama")]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_greedy_is_transformers_generate(lab: Lab, name: str) -> None:
+    prompts = [ids(index, length) for index, length in enumerate((1, 3, 17, 40))]
+    got = lab.sample([ask(name, prompt, temperature=0.0, max_tokens=40) for prompt in prompts])
+    model = reference.load(lab.models[name], "sdpa")
+    for prompt, result in zip(prompts, got, strict=True):
+        out = model.generate(
+            torch.from_numpy(prompt.astype(np.int64))[None], do_sample=False, max_new_tokens=40, eos_token_id=None
+        )
+        assert tokens(result.sequences[0]) == out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_log_probs_are_the_trainers(lab: Lab, name: str) -> None:
+    weights = lab.adapter(name)
+    prompts = [ids(index, length) for index, length in enumerate((2, 11, 30))]
+    results = lab.sample([ask(name, prompt, weights, n=2, max_tokens=50) for prompt in prompts])
+    for prompt, result in zip(prompts, results, strict=True):
+        for sequence in result.sequences:
+            whole = np.concatenate([prompt, np.array(tokens(sequence), dtype=np.int32)])
+            trained = lab.forward(name, weights, [row(whole)])[0][len(prompt) - 1 : -1]
+            np.testing.assert_allclose(logprobs(sequence), trained, atol=SAMPLER_TRAINER_ATOL, rtol=0)
+
+
+def mixed(lab: Lab, count: int) -> list[Sample]:
+    """Requests of every kind: three adapters and none, ragged prompts, several samples, various settings."""
+    adapters = [None, lab.adapter("llama", seed=1), lab.adapter("llama", seed=2, rank=8), lab.adapter("llama", seed=3)]
+    return [
+        ask(
+            "llama",
+            ids(index, 1 + 7 * (index % 9)),
+            adapters[index % 4],
+            n=1 + index % 3,
+            seed=index,
+            max_tokens=5 + 9 * (index % 5),
+            temperature=(0.0, 1.0, 0.7)[index % 3],
+            top_p=(1.0, 0.9)[index % 2],
+        )
+        for index in range(count)
+    ]
+
+
+def assert_same(lab: Lab, ops: list[Sample], **limits: int) -> None:
+    """Each request alone gives what all of them give together under ``limits``."""
+    together = lab.sample(ops, lab.another_sampler(**limits))
+    for op, result in zip(ops, together, strict=True):
+        (alone,) = lab.sample([op])
+        assert all_tokens([alone]) == all_tokens([result])
+        for mine, theirs in zip(alone.sequences, result.sequences, strict=True):
+            np.testing.assert_allclose(logprobs(mine), logprobs(theirs), atol=BATCHING_ATOL, rtol=0)
+
+
+def test_alone_or_among_twenty_others_with_other_adapters(lab: Lab) -> None:
+    assert_same(lab, mixed(lab, 21))
+
+
+def test_prefill_in_small_pieces(lab: Lab) -> None:
+    assert_same(lab, mixed(lab, 8), pass_tokens=16)
+
+
+def test_one_token_per_pass(lab: Lab) -> None:
+    assert_same(lab, mixed(lab, 3), pass_tokens=1)
+
+
+@pytest.fixture
+def evictions(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One entry for each time that a sequence or stem lost its memory."""
+    seen: list[None] = []
+    evict = Lane._evict
+    monkeypatch.setattr(Lane, "_evict", lambda lane: (seen.append(None), evict(lane)))
+    return seen
+
+
+TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
+"""Layers x (key, value) x heads x head size x float32 of the test models."""
+
+
+@pytest.mark.parametrize(("tokens_that_fit", "evicts"), [(1, False), (280, True), (400, True)])
+def test_preemption(lab: Lab, evictions: list[None], tokens_that_fit: int, evicts: bool) -> None:
+    """A cache that holds nothing (then sequences go one by one), two short sequences, or a few."""
+    assert_same(lab, mixed(lab, 12), kv_bytes=tokens_that_fit * TOKEN_BYTES)
+    assert bool(evictions) == evicts
+
+
+def test_windows_under_preemption_and_pieces(lab: Lab, evictions: list[None]) -> None:
+    ops = [ask("mistral-window", ids(index, 5 + 20 * index), seed=index, n=2, max_tokens=40) for index in range(4)]
+    assert_same(lab, ops, kv_bytes=300 * TOKEN_BYTES, pass_tokens=24)
+    assert evictions
+
+
+def test_a_request_may_have_more_samples_than_rows_fit_in_a_pass(lab: Lab) -> None:
+    assert_same(lab, [ask("llama", ids(0, 12), n=20, max_tokens=6, seed=4)], pass_tokens=16)
+
+
+def test_samples_of_a_request_differ_and_its_prompt_is_prefilled_once(lab: Lab) -> None:
+    (done,) = lab.sample_tasks([ask("llama", ids(0, 30), n=8, max_tokens=10)])
+    assert done.sample is not None
+    assert len({tuple(tokens(sequence)) for sequence in done.sample.sequences}) == 8
+    assert (done.usage.prefill_tokens, done.usage.sample_tokens, done.usage.cached_tokens) == (30, 80, 0)
+    assert done.usage.compute_us > 0
+
+
+def test_the_seed_is_the_sample(lab: Lab) -> None:
+    def draw(seed: int) -> list[list[int]]:
+        return all_tokens(lab.sample([ask("llama", ids(0, 5), n=3, seed=seed, max_tokens=12)]))
+
+    assert draw(11) == draw(11)
+    assert draw(11) != draw(12)
+
+
+def test_all_the_context_may_be_used(lab: Lab) -> None:
+    """Beyond the cache's bound too: a single sequence is always admitted."""
+    op = ask("llama", ids(0, 200), max_tokens=1000)
+    (result,) = lab.sample([op], lab.another_sampler(kv_bytes=1))
+    assert len(tokens(result.sequences[0])) == 56
+    assert not result.sequences[0].stopped
+
+
+def test_a_prompt_that_fills_the_context_gives_one_token(lab: Lab) -> None:
+    (result,) = lab.sample([ask("llama", ids(0, 256), max_tokens=1, prompt_logprobs=True)])
+    assert len(tokens(result.sequences[0])) == 1
+    (failed,) = failures(lab, ask("llama", ids(0, 257), max_tokens=1))
+    assert failed == ("user", "the prompt has 257 tokens; the context is 256")
+
+
+def failures(lab: Lab, op: Sample) -> list[tuple[str, str]]:
+    lab.sampler.add(SampleTask("bad", op))
+    outcomes = lab.sampler.step()
+    assert not lab.sampler.busy
+    return [(outcome.kind, outcome.message) for outcome in outcomes if isinstance(outcome, Failed)]
+
+
+def test_two_bases_at_once(lab: Lab) -> None:
+    ops = [ask(name, ids(index, 9), seed=index, max_tokens=20) for index, name in enumerate(["llama", "qwen3"] * 3)]
+    together = all_tokens(lab.sample(ops))
+    assert together == [sequence for op in ops for sequence in all_tokens(lab.sample([op]))]
+
+
+def test_frequencies_over_many_samples(lab: Lab) -> None:
+    """4000 draws of one next token against the softmax, after gathering rare tokens (chi-square, fixed seed)."""
+    prompt, draws = ids(3, 6), 4000
+    weights = lab.adapter("llama")
+    results = lab.sample([ask("llama", prompt, weights, n=draws, max_tokens=1, seed=1, topk_sample=320)])
+    best = results[0].sequences[0].topk
+    assert best is not None
+    order, expected = best.token_ids.numpy()[0], np.exp(best.logprobs.numpy()[0].astype(np.float64)) * draws
+    assert expected.sum() == pytest.approx(draws, rel=1e-5)
+    counts = np.bincount([drawn[0] for drawn in all_tokens(results)], minlength=320)[order]
+    common = expected >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    wanted = np.append(expected[common], expected[~common].sum())
+    statistic = ((observed - wanted) ** 2 / wanted).sum()
+    degrees = len(wanted) - 1
+    assert statistic < degrees + 4 * np.sqrt(2 * degrees)
