@@ -28,7 +28,7 @@ def init(number: int, base: str = "tiny") -> InitTask:
 
 async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
-        while not condition():
+        while not condition():  # noqa: ASYNC110  (another process changes it)
             await asyncio.sleep(0.02)
 
 

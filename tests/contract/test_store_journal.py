@@ -33,6 +33,8 @@ async def test_a_new_op_is_written_with_the_run_it_creates(store: Store) -> None
     run = a_run(user_metadata={"a": "ü"}, last_request_at=10.0)
     assert await store.submit(op, run) == (op, True)
     assert await store.get_op("acme", op.id) == op
+    assert await store.get_outcome("acme", op.id) == msgspec.structs.replace(op, body=b"")
+    assert await store.get_outcome("other", op.id) is None
     assert await store.get_run("acme", "r") == run
 
 

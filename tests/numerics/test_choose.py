@@ -91,7 +91,7 @@ def test_never_a_token_of_probability_zero(u: float, top_k: int) -> None:
 
 
 def test_a_tiny_temperature_is_greedy(logits: Tensor) -> None:
-    assert draw(logits, count=50, temperature=1e-30).unique().tolist() == [int(logits.argmax())]
+    assert set(draw(logits, count=50, temperature=1e-30).tolist()) == {int(logits.argmax())}
 
 
 def test_log_probs_are_untempered_and_unfiltered(logits: Tensor) -> None:

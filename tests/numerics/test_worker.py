@@ -106,7 +106,7 @@ def test_a_ping_is_answered_during_work_and_neither_kind_of_work_starves(remote:
         remote.send(SampleTask(f"s{index}", ask("llama", ids(index, 20), n=16, max_tokens=20 + 30 * index)))
     sent = time.monotonic()
     remote.send(Ping())
-    order = []
+    order: list[str] = []
     while len(order) < trains + samples:
         message = remote.receive()
         if isinstance(message, Pong):

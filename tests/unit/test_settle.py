@@ -30,7 +30,11 @@ def test_a_metric_without_a_rule_is_an_error() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "status", "code"),
-    [("user", 400, "computation_refused"), ("out_of_memory", 500, "out_of_memory"), ("internal", 500, "internal")],
+    [
+        ("user", 400, "compute.refused"),
+        ("out_of_memory", 500, "compute.out_of_memory"),
+        ("internal", 500, "compute.fault"),
+    ],
 )
 def test_what_the_client_is_told(kind: str, status: int, code: str) -> None:
     failed = Failed("t", kind, "it broke", peak_rss_bytes=300 << 20)  # type: ignore[arg-type]

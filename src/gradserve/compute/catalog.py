@@ -79,5 +79,14 @@ class Catalog:
         return list(self._models.values())
 
     def get(self, name: str) -> BaseFacts | None:
-        """The model of that name, or of the part before its ``:`` variant."""
-        return self._models.get(name) or self._models.get(name.partition(":")[0])
+        """The model of that name, of the part before its ``:`` variant, or in that directory."""
+        by_name = self._models.get(name) or self._models.get(name.partition(":")[0])
+        return by_name or next((facts for facts in self._models.values() if facts.path == name), None)
+
+    def tokenizer_source(self, name: str) -> str:
+        """What a client may hand to ``AutoTokenizer``: a name like a hub id as it is, else the model's directory.
+
+        See docs/decisions/0004.
+        """
+        facts = self._models.get(name)
+        return name if facts is None or name.count("/") == 1 else facts.path

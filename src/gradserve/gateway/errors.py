@@ -1,7 +1,7 @@
 """Every error leaves the gateway as a problem document (RFC 9457) with a stable ``code``.
 
-Two statuses are never used: 409, because the public client sends such a request again, and 501 or any other 5xx
-for what a user can mend, because the client repeats those for five minutes before it shows them.
+Two statuses are never sent to the public SDK: 409, because it sends such a request again, and 501 or any other 5xx
+for what a user can mend, because it repeats those for five minutes before it shows them.
 """
 
 from __future__ import annotations

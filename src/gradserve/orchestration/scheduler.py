@@ -179,11 +179,11 @@ class Scheduler:
             return settle_failed(op, _worker_lost(exhausted), time.time())
         except OSError as error:
             log.exception("op %s failed", op.id)
-            problem = ServerError("storage_failed", f"The server could not write: {error}.").problem()
+            problem = ServerError("storage.failed", f"The server could not write: {error}.").problem()
             return settle_failed(op, problem, time.time())
         except Exception as error:
             log.exception("op %s failed", op.id)
-            problem = ServerError("internal", f"The server failed at this request: {error!r}.").problem()
+            problem = ServerError("server.fault", f"The server failed at this request: {error!r}.").problem()
             return settle_failed(op, problem, time.time())
 
     async def _execute(self, program: Program, queue: str, held: list[str]) -> list[Outcome]:
@@ -229,7 +229,7 @@ class Scheduler:
                     self._objects.path(digest)
             except ObjectMissing:
                 raise Gone(
-                    "weights_lost",
+                    "weights.lost",
                     "The machine was restarted and these weights had not been saved.",
                     fix="Create a training client from the last saved state.",
                 ) from None
@@ -279,7 +279,7 @@ def _after(run: Run, settlement: Settlement) -> Run:
 def _worker_lost(exhausted: AttemptsExhausted) -> Problem:
     loss = exhausted.__cause__
     assert isinstance(loss, WorkerLost)
-    code = "out_of_memory" if loss.reason.kind == "out_of_memory" else "worker_lost"
+    code = "compute.out_of_memory" if loss.reason.kind == "out_of_memory" else "compute.worker_lost"
     return ServerError(
         code,
         f"Every worker that tried this request died; the last one {loss.reason.detail}.",

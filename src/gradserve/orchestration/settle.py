@@ -64,16 +64,16 @@ def problem_of(failed: Failed) -> Problem:
     error: GradserveError
     match failed.kind:
         case "user":
-            error = UserError("computation_refused", failed.message)
+            error = UserError("compute.refused", failed.message)
         case "out_of_memory":
             peak = failed.peak_rss_bytes / 2**20
             error = ServerError(
-                "out_of_memory",
+                "compute.out_of_memory",
                 f"The worker ran out of memory ({failed.message}; its peak so far was {peak:.0f} MiB).",
                 fix="Send shorter or fewer rows, or give the server a smaller task_tokens or kv_cache_bytes.",
             )
         case "internal":
-            error = ServerError("internal", f"The computation failed on our side: {failed.message}")
+            error = ServerError("compute.fault", f"The computation failed on our side: {failed.message}")
     return error.problem()
 
 
@@ -159,8 +159,8 @@ def _save_weights(context: Context, outcomes: Sequence[Done]) -> Settlement:
     assert run.weights is not None
     if context.checkpoint is not None and not body.overwrite:
         raise UserError(
-            "checkpoint_exists",
-            f"{context.checkpoint.path} already exists.",
+            "checkpoint.exists",
+            f"{context.checkpoint.path} exists.",
             field="path",
             fix="Choose another name or pass overwrite=true.",
         )
@@ -205,7 +205,7 @@ def _load_weights(context: Context, outcomes: Sequence[Done]) -> Settlement:
     body, run, source = context.body, _run(context), context.checkpoint
     assert isinstance(body, LoadWeights)
     if source is None:
-        raise UserError("checkpoint_not_found", f"There is no checkpoint {body.path} (any more).", field="path")
+        raise UserError("checkpoint.unknown", f"There is no checkpoint {body.path} (any more).", field="path")
     update = _update(
         run,
         version=source.version if body.creates else run.version + 1,

@@ -104,8 +104,8 @@ class Op(msgspec.Struct, frozen=True):
     """A journal entry. ``scope`` is the run id or the sampling session id; (scope, seq) is unique.
 
     ``run_id`` is the run that is billed: the scope of a training Op; for a sample the run whose weights its session
-    holds (None for the base alone). ``body`` is wire.ops msgpack, emptied when the result expires. ``result`` is what retrieve_future answers, in
-    ``content_type``. A failed or rejected Op carries ``problem`` instead.
+    holds (None for the base alone). ``body`` is wire.ops msgpack, emptied when the result expires. ``result`` is what
+    retrieve_future answers, in ``content_type``. A failed or rejected Op carries ``problem`` instead.
     """
 
     id: str
@@ -235,6 +235,10 @@ class Store(Protocol):
         ...
 
     async def get_op(self, tenant: str | None, op_id: str) -> Op | None: ...
+    async def get_outcome(self, tenant: str | None, op_id: str) -> Op | None:
+        """The same without the body (it is empty): what a poll needs, however large the request was."""
+        ...
+
     async def unfinished_ops(self) -> list[Op]:
         """All accepted Ops of all tenants, by (accepted_at, seq): what a restarted server must run."""
         ...

@@ -103,6 +103,9 @@ class SqlStore(Store):
     async def get_op(self, tenant: str | None, op_id: str) -> Op | None:
         return await self._read(ops.get, tenant, op_id)
 
+    async def get_outcome(self, tenant: str | None, op_id: str) -> Op | None:
+        return await self._read(ops.get_outcome, tenant, op_id)
+
     async def unfinished_ops(self) -> list[Op]:
         return await self._read(ops.unfinished)
 

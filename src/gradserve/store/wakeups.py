@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict
 
 from gradserve.store.base import Op
 
 
 class Wakeups:
-    """Belongs to one event loop. Gateway: ``submitted``, ``wait_ended``. Orchestration: ``take_submitted``, ``ended``."""
+    """Belongs to one event loop.
+
+    The gateway calls ``submitted``, ``waiter`` and ``wait``; orchestration ``take_submitted`` and ``ended``.
+    """
 
     def __init__(self) -> None:
         self._new: list[Op] = []
@@ -21,16 +25,10 @@ class Wakeups:
         self._new.append(op)
         self._arrived.set()
 
-    def kick(self) -> None:
-        """Something else changed that the scheduler should look at."""
-        self._arrived.set()
-
     async def take_submitted(self, timeout: float) -> list[Op]:
         """Wait for news, then return all Ops that arrived since the last call (maybe none)."""
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._arrived.wait(), timeout)
-        except TimeoutError:
-            pass
         self._arrived.clear()
         taken, self._new = self._new, []
         return taken
@@ -41,15 +39,11 @@ class Wakeups:
             if not waiter.done():
                 waiter.set_result(None)
 
-    async def wait_ended(self, op_id: str, timeout: float) -> bool:
-        """True when the Op ended while we waited.
-
-        To miss nothing, call :meth:`waiter` before looking into the store.
-        """
-        return await self.wait(op_id, self.waiter(op_id), timeout)
-
     def waiter(self, op_id: str) -> asyncio.Future[None]:
-        """A future that ``ended`` completes. Hand it to :meth:`wait`, which also forgets it."""
+        """A future that ``ended`` completes; make it before looking into the store, so that nothing is missed.
+
+        Hand it to :meth:`wait`, which also forgets it.
+        """
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[op_id].add(waiter)
         return waiter

@@ -7,7 +7,8 @@
     │   ├── Forbidden        403
     │   ├── NotFound         404
     │   ├── Gone             410
-    │   └── Unsupported      400  a known feature that this server does not have (the client repeats a 501)
+    │   ├── Unsupported      400  a known feature that this server does not have
+    │   └── NotServed        501  a known endpoint that this server does not have
     └── ServerError          500  ours to mend; safe to send again
 
 Every one becomes a problem document (RFC 9457) with ``code``, ``field``, ``index`` and ``fix``.
@@ -116,6 +117,12 @@ class Unsupported(UserError):
     """
 
     status = 400
+
+
+class NotServed(UserError):
+    """An endpoint of the protocol that this server does not have (yet); see gateway/routes/unserved.py."""
+
+    status = 501
 
 
 class ServerError(GradserveError):

@@ -89,11 +89,13 @@ def test_weights_are_frozen_by_the_session(gate: Gate) -> None:
         assert sample.weights == checkpoint.weights
         assert gate.op(f"{sampler}:op:0").run_id == run, "this run is billed"
         answer = gate.get(f"samplers/{sampler}").json()
-        assert answer == {"sampler_id": sampler, "base_model": "tiny", "model_path": checkpoint.path}
+        assert answer == {"sampler_id": sampler, "base_model": "/models/tiny", "model_path": checkpoint.path}
         assert gate.call("DELETE", f"training_runs/{run}/checkpoints/{kind}/w").status_code == 204
         assert asked(gate, 1, sampler).weights == checkpoint.weights, "the session outlives the name"
 
 
 def test_variant_suffix_names_the_same_base(gate: Gate) -> None:
     sampler = gate.sampler(base_model="tiny:peft:262144")
-    assert gate.get(f"samplers/{sampler}").json()["base_model"] == "tiny"
+    told = gate.get(f"samplers/{sampler}").json()["base_model"]
+    assert told == "/models/tiny", "the SDK's sampling client looks for its tokenizer there"
+    assert asked(gate, 0, gate.sampler(base_model=told)).base == "tiny"

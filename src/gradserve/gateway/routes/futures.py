@@ -31,11 +31,11 @@ async def _ended(call: Call, request_id: str, patience_s: float) -> Op | None:
     waiter = wakeups.waiter(request_id)
     waits = False
     try:
-        op = await call.store.get_op(call.tenant, request_id)
+        op = await call.store.get_outcome(call.tenant, request_id)
         waits = op is not None and op.state == "accepted"
     finally:
         await wakeups.wait(request_id, waiter, patience_s if waits else 0)
-    return await call.store.get_op(call.tenant, request_id) if waits else op
+    return await call.store.get_outcome(call.tenant, request_id) if waits else op
 
 
 def _result(op: Op) -> Response:

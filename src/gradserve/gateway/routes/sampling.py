@@ -90,7 +90,10 @@ async def _cached_sampler(call: Call, sampler_id: str) -> SamplingSession:
 async def get_sampler(call: Call) -> Response:
     """What a sampling session samples from."""
     sampler = await _known_sampler(call, call.path("sampler_id"))
-    return answer_json({"sampler_id": sampler.id, "base_model": sampler.base, "model_path": sampler.model_path})
+    # The SDK's sampling client knows no other name for its tokenizer.
+    local = call.gateway.settings.on_loopback
+    base = call.gateway.catalog.tokenizer_source(sampler.base) if local else sampler.base
+    return answer_json({"sampler_id": sampler.id, "base_model": base, "model_path": sampler.model_path})
 
 
 async def join_sampling_session(call: Call) -> Response:

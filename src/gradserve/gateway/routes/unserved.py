@@ -1,16 +1,23 @@
-"""Parts of the protocol that this server does not have. Each says so, and at once."""
+"""Endpoints of the protocol that this server does not have. Each says so, and at once.
+
+The answer is 501. The public SDK would repeat that for five minutes before showing it, so a request that carries the
+SDK's retry header gets the same problem as a 400, which it shows at once (docs/decisions/0005).
+"""
 
 from __future__ import annotations
 
 from starlette.responses import Response
 
 from gradserve.gateway.call import Api, Call, Handler
-from gradserve.wire.errors import Unsupported
+from gradserve.wire.errors import NotServed, Unsupported
+
+_RETRY_HEADER = "x-stainless-retry-count"
 
 
 def _refusal(what: str, fix: str | None = None) -> Handler:
     async def unserved(call: Call) -> Response:
-        raise Unsupported("unsupported.endpoint", f"{what} not served here.", fix=fix)
+        kind = Unsupported if _RETRY_HEADER in call.request.headers else NotServed
+        raise kind("unsupported.endpoint", f"{what} not served here.", fix=fix)
 
     unserved.__doc__ = f"{what} not served."
     return unserved

@@ -26,14 +26,17 @@ _INSERT = insert_if_new(ops)
 _INSERT_BODY = sa.insert(op_bodies)
 
 
-def _columns() -> list[sa.ColumnElement[Any]]:
-    body = sa.func.coalesce(op_bodies.c.body, sa.literal(b"", sa.LargeBinary))
+_NO_BODY = sa.literal(b"", sa.LargeBinary)
+
+
+def _columns(body: sa.ColumnElement[Any]) -> list[sa.ColumnElement[Any]]:
     return [body if name == "body" else ops.c[name] for name in Op.__struct_fields__]
 
 
 _WITH_BODY = ops.outerjoin(op_bodies, op_bodies.c.n == ops.c.n)
-_SELECT = sa.select(*_columns()).select_from(_WITH_BODY)
+_SELECT = sa.select(*_columns(sa.func.coalesce(op_bodies.c.body, _NO_BODY))).select_from(_WITH_BODY)
 _BY_ID = _SELECT.where(ops.c.id == bindparam("key"))
+_OUTCOME_BY_ID = sa.select(*_columns(_NO_BODY)).where(ops.c.id == bindparam("key"))
 _BY_IDENTITY = _SELECT.add_columns(ops.c.body_sha256).where(
     ops.c.scope == bindparam("key"), ops.c.seq == bindparam("at_seq")
 )
@@ -75,6 +78,11 @@ def reject(connection: Connection, op: Op, problem: Problem) -> Op:
 
 def get(connection: Connection, tenant: str | None, op_id: str) -> Op | None:
     row = connection.execute(_BY_ID, {"key": op_id}).first()
+    return visible(None if row is None else Op(*row), tenant)
+
+
+def get_outcome(connection: Connection, tenant: str | None, op_id: str) -> Op | None:
+    row = connection.execute(_OUTCOME_BY_ID, {"key": op_id}).first()
     return visible(None if row is None else Op(*row), tenant)
 
 
