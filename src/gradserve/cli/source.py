@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import urllib.error
-import urllib.request
 from pathlib import Path
-from urllib.parse import quote
 
 import click
 import msgspec
 
+from gradserve.client.extensions import ExtensionError, get, run_path
 from gradserve.store.base import Store
 from gradserve.store.overview import RunDetail, RunList, list_overviews, run_detail
 
@@ -19,37 +17,29 @@ from gradserve.store.overview import RunDetail, RunList, list_overviews, run_det
 def list_of_runs(data_dir: Path | None, limit: int) -> RunList:
     """The newest runs."""
     if (url := _server(data_dir)) is not None:
-        return msgspec.json.decode(_get(f"{url}/api/v1/gradserve/runs?limit={limit}"), type=RunList)
+        return msgspec.json.decode(_ask(url, f"runs?limit={limit}"), type=RunList)
     return asyncio.run(_list_from_disk(data_dir, limit))
 
 
 def one_run(data_dir: Path | None, run_id: str, lines: int) -> RunDetail | None:
     """One run; None when it does not exist."""
     if (url := _server(data_dir)) is not None:
-        body = _get(f"{url}/api/v1/gradserve/runs/{quote(run_id, safe=':')}?lines={lines}", missing_ok=True)
-        return msgspec.json.decode(body, type=RunDetail | None)
+        return msgspec.json.decode(_ask(url, run_path(run_id, lines)), type=RunDetail | None)
     return asyncio.run(_one_from_disk(data_dir, run_id, lines))
 
 
 def _server(data_dir: Path | None) -> str | None:
     """GRADSERVE_URL, unless a data directory was named."""
-    url = os.environ.get("GRADSERVE_URL")
-    return url.rstrip("/") if url and data_dir is None else None
+    return os.environ.get("GRADSERVE_URL") if data_dir is None else None
 
 
-def _get(url: str, missing_ok: bool = False) -> bytes:
-    key = os.environ.get("TINKER_API_KEY", "tml-local")
-    request = urllib.request.Request(url, headers={"X-API-Key": key})
+def _ask(url: str, path: str) -> bytes:
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
-            body: bytes = response.read()
-            return body
-    except urllib.error.HTTPError as error:
-        if error.code == 404 and missing_ok:
+        return get(url, path, os.environ.get("TINKER_API_KEY", "tml-local"))
+    except ExtensionError as error:
+        if error.status == 404:
             return b"null"
-        raise click.ClickException(f"{url} answered {error.code}: {error.read().decode(errors='replace')}") from error
-    except urllib.error.URLError as error:
-        raise click.ClickException(f"no gradserve at {url}: {error.reason}") from error
+        raise click.ClickException(str(error)) from error
 
 
 async def _list_from_disk(data_dir: Path | None, limit: int) -> RunList:

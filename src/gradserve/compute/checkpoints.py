@@ -42,6 +42,11 @@ def adapter_config(base: str, lora: LoraConfig) -> dict[str, object]:
     }
 
 
+def folder_of(root: Path, run_id: str, kind: str, name: str) -> Path:
+    """Where the folder of a checkpoint is."""
+    return root / run_id.replace(":", "_") / kind / name
+
+
 class CheckpointFolders:
     """The tree of readable folders under ``root``. Losing it loses nothing: the objects and the store are the truth."""
 
@@ -49,15 +54,11 @@ class CheckpointFolders:
         self._root = root
         self._objects = objects
 
-    def path(self, run_id: str, kind: str, name: str) -> Path:
-        """Where the folder of a checkpoint is."""
-        return self._root / run_id.replace(":", "_") / kind / name
-
     def write(
         self, run_id: str, kind: str, name: str, base: str, lora: LoraConfig, weights: str, moments: str | None
     ) -> Path:
         """Make the folder, replacing an older one. The objects must be durable already."""
-        folder = self.path(run_id, kind, name)
+        folder = folder_of(self._root, run_id, kind, name)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         (folder / "adapter_config.json").write_text(json.dumps(adapter_config(base, lora), indent=2) + "\n")
@@ -68,4 +69,4 @@ class CheckpointFolders:
 
     def remove(self, run_id: str, kind: str, name: str) -> None:
         """Remove the folder of a deleted checkpoint."""
-        shutil.rmtree(self.path(run_id, kind, name), ignore_errors=True)
+        shutil.rmtree(folder_of(self._root, run_id, kind, name), ignore_errors=True)

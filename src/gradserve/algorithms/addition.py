@@ -1,0 +1,58 @@
+"""A task that a 135M-parameter model can learn by reinforcement: give the sum, and nothing else.
+
+The base model of the quickstart knows small sums, but asked in a chat it rambles: most answers never get to the number.
+The reward can be checked by a line of code and does not say how to answer; the model has to find that out.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+
+SMALLEST, LARGEST = 2, 12
+HELD_OUT = 24
+"""Problems that are never trained on, of 121."""
+
+_NUMBER = re.compile(r"\d+")
+_ENDS_WITH_NUMBER = re.compile(r"\d\.?$")
+
+
+@dataclass(frozen=True)
+class Addition:
+    """One problem.
+
+    >>> Addition(3, 4).question
+    'What is 3 + 4?'
+    """
+
+    left: int
+    right: int
+
+    @property
+    def question(self) -> str:
+        """What the user asks."""
+        return f"What is {self.left} + {self.right}?"
+
+    @property
+    def prompt(self) -> str:
+        """The question in the ChatML format of the model, without a system message."""
+        return f"<|im_start|>user\n{self.question}<|im_end|>\n<|im_start|>assistant\n"
+
+    def reward(self, answer: str, finished: bool) -> float:
+        """1 if the last number is the sum and the answer ends there; 0.5 if it is the sum but more follows; else 0.
+
+        ``finished`` is False when the answer was cut at the token limit.
+        """
+        numbers = _NUMBER.findall(answer)
+        if not numbers or int(numbers[-1][:9]) != self.left + self.right:
+            return 0.0
+        return 1.0 if finished and _ENDS_WITH_NUMBER.search(answer.strip()) else 0.5
+
+
+def problems(seed: int = 7) -> tuple[list[Addition], list[Addition]]:
+    """All sums of two numbers from 2 to 12, shuffled: (training, held out)."""
+    numbers = range(SMALLEST, LARGEST + 1)
+    every = [Addition(left, right) for left in numbers for right in numbers]
+    random.Random(seed).shuffle(every)
+    return every[HELD_OUT:], every[:HELD_OUT]

@@ -1,0 +1,42 @@
+"""The routes that gradserve has beyond the tinker protocol."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+from urllib.parse import quote
+
+
+class ExtensionError(RuntimeError):
+    """The server refused or could not be reached. ``status`` is the HTTP status, None when there was no answer."""
+
+    def __init__(self, message: str, status: int | None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def get(url: str, path: str, api_key: str) -> bytes:
+    """GET a route under /api/v1/gradserve. Raises ExtensionError."""
+    request = urllib.request.Request(f"{url.rstrip('/')}/api/v1/gradserve/{path}", headers={"X-API-Key": api_key})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            body: bytes = response.read()
+            return body
+    except urllib.error.HTTPError as error:
+        text = error.read().decode(errors="replace")
+        raise ExtensionError(f"{request.full_url} answered {error.code}: {text}", error.code) from error
+    except urllib.error.URLError as error:
+        raise ExtensionError(f"there is no gradserve at {url}: {error.reason}", None) from error
+
+
+def run_path(run_id: str, lines: int = 0) -> str:
+    """The route of one run with its newest ``lines`` ledger lines."""
+    return f"runs/{quote(run_id, safe=':')}?lines={lines}"
+
+
+def bill(url: str, run_id: str, api_key: str) -> dict[str, Any]:
+    """A run's totals so far: tokens by kind, ``compute_ms`` and ``amount_usd`` as decimal strings."""
+    total: dict[str, Any] = json.loads(get(url, run_path(run_id), api_key))["total"]
+    return total
