@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -128,7 +129,13 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
 def training_client(target: Target) -> tinker.TrainingClient:
     """A new session with one new LoRA adapter."""
     service = tinker.ServiceClient(base_url=target.base_url, api_key=API_KEY)
-    return service.create_lora_training_client(base_model=target.model, rank=target.rank)
+    client: tinker.TrainingClient = ready(service.create_lora_training_client(target.model, rank=target.rank))
+    return client
+
+
+def ready(client: Any) -> Any:
+    """A client from what the SDK's makers return: a future in new versions, the client itself in old ones."""
+    return client.result(timeout=REPLY_LIMIT_S) if hasattr(client, "result") else client
 
 
 def first_training_client(target: Target) -> tinker.TrainingClient:

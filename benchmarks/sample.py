@@ -8,7 +8,7 @@ from typing import Any
 import tinker
 from tinker import types
 
-from .common import REPLY_LIMIT_S, Target, random_tokens, spread, supervised_batch, training_client
+from .common import REPLY_LIMIT_S, Target, random_tokens, ready, spread, supervised_batch, training_client
 
 PROMPTS, SAMPLES, NEW_TOKENS, PROMPT_LENGTH = 16, 4, 64, 32
 REPETITIONS = 3
@@ -20,7 +20,7 @@ def measure(target: Target) -> dict[str, Any]:
     client.forward_backward(supervised_batch(4, 64, target.vocab), "cross_entropy").result(timeout=REPLY_LIMIT_S)
     client.optim_step(types.AdamParams(learning_rate=1e-3)).result(timeout=REPLY_LIMIT_S)
     began = time.perf_counter()
-    sampler = client.save_weights_and_get_sampling_client()
+    sampler = ready(client.save_weights_and_get_sampling_client())
     ready_s = time.perf_counter() - began
     prompts = [types.ModelInput.from_ints(t) for t in random_tokens(PROMPTS, PROMPT_LENGTH, target.vocab, seed=1)]
     rounds = [sample_all(sampler, prompts, seed) for seed in range(1 + REPETITIONS)]

@@ -12,6 +12,9 @@ from gradserve.client.embedded import EmbeddedServer
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Tests run side by side: one thread each is faster than several that wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GRADSERVE_WORKER_THREADS", "1")
 for name in ("GRADSERVE_URL", "TINKER_BASE_URL", "TINKER_API_KEY"):
     os.environ.pop(name, None)
 

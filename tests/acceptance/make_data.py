@@ -16,10 +16,10 @@ Splits = Mapping[str, Iterable[Row]]
 
 def make_data(root: Path) -> None:
     """Write every data set below ``root``. The same bytes each time; a file that already holds them is not touched."""
-    chats = [_chat(i) for i in range(3000)]  # chat_sl takes 256 a step
+    chats = [_chat(i) for i in range(3000)]  # chat_sl takes 256 a step, and evaluates on whole batches
     preferences = [_preference(i) for i in range(4000)]  # dpo takes 256 a step
     sums = [_sum(a, b) for a in range(20) for b in range(20)]
-    write_dataset(root / "HuggingFaceH4/no_robots", {"train": chats, "test": chats[:64]})
+    write_dataset(root / "HuggingFaceH4/no_robots", {"train": chats, "test": chats[:256]})
     write_dataset(root / "Anthropic/hh-rlhf", {"train": preferences, "test": preferences[:64]})
     write_dataset(root / "openai/gsm8k", {"train": sums, "test": sums[:40]}, config="main")
     write_dataset(root / "allenai/tulu-3-sft-mixture", {"train": [_tulu(chat) for chat in chats[:2500]]})

@@ -26,7 +26,7 @@ from xml.etree import ElementTree
 from .workspace import DEFAULT_ROOT, MODEL_NAMES, Workspace
 
 DEFAULT_RECIPES = ("math_rl", "chat_sl", "rolling_checkpoints", "dpo")
-"""About two minutes on two cores; between them they use every primitive, checkpoints, resume and a custom loss."""
+"""Between them they use every primitive, checkpoints, resume and a custom loss."""
 
 API_KEY = "tml-acceptance-suite-0000"
 HEALTHY_WITHIN_S = 120.0
@@ -64,7 +64,7 @@ def server(work: Workspace, command: str, run_dir: Path) -> Iterator[str]:
         process = subprocess.Popen(
             [*shlex.split(command), "--port", str(port), *models],
             cwd=run_dir,
-            env={**work.offline_environment(), "GRADSERVE_DATA_DIR": str(run_dir / "data")},
+            env={**work.offline_environment(run_dir / "hf"), "GRADSERVE_DATA_DIR": str(run_dir / "data")},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -108,7 +108,7 @@ def run_recipe_tests(work: Workspace, recipe: str, base_url: str, run_dir: Path)
     """All tests of one recipe, by the cookbook's own pytest configuration, their output in a log file."""
     report, log_path = run_dir / f"{recipe}.xml", run_dir / f"{recipe}.log"
     environment = {
-        **work.offline_environment(),
+        **work.offline_environment(run_dir / "hf"),
         "TINKER_BASE_URL": base_url,
         "TINKER_API_KEY": os.environ.get("TINKER_API_KEY", API_KEY),
         "TINKER_TELEMETRY": "0",

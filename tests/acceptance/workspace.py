@@ -72,12 +72,15 @@ class Workspace:
         """One directory for each run of run.py: logs, results, the server's data."""
         return self.root / "runs"
 
-    def offline_environment(self) -> dict[str, str]:
-        """This process's environment, changed so that no recipe looks for a hub or writes outside ``root``."""
+    def offline_environment(self, cache: Path) -> dict[str, str]:
+        """This process's environment, changed so that no recipe looks for a hub or uses a cache but ``cache``.
+
+        A new one for each run: ``datasets`` does not notice that a local data set has changed.
+        """
         return {
             **os.environ,
             "PATH": f"{self.bin}{os.pathsep}{os.environ.get('PATH', '')}",
-            "HF_HOME": str(self.root / "hf"),
+            "HF_HOME": str(cache),
             "HF_HUB_OFFLINE": "1",
             "HF_DATASETS_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",

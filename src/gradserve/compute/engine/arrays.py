@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save
 from gradserve.compute.engine.lora import Tensors
 from gradserve.compute.objects import ObjectStore
 
-CACHE_BYTES = 2 << 30
+CACHE_BYTES = 1 << 30
+"""A mapped object that was discarded stays in memory until it leaves the cache, so this is also waste at worst."""
 
 
 class Arrays:
@@ -27,18 +28,18 @@ class Arrays:
         """The tensors of an object. Raises ObjectMissing."""
         tensors = self._cache.get(digest)
         if tensors is None:
-            tensors = load_file(self._store.path(digest), device=str(self._device))
+            tensors = load_file(self._store.path(digest), device=str(self._device))  # maps the file
             self._keep(digest, tensors)
         else:
             self._cache.move_to_end(digest)
         return tensors
 
     def put(self, tensors: Tensors) -> str:
-        """Write an object; returns its digest. The caller gives the tensors away."""
-        digest = self._store.put(save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}))
-        if digest not in self._cache:
-            self._keep(digest, {name: tensor.detach() for name, tensor in tensors.items()})
-        return digest
+        """Write an object; returns its digest.
+
+        Nothing is kept: on a CPU the file in shared memory *is* the tensors when it is read again.
+        """
+        return self._store.put(save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}))
 
     def _keep(self, digest: str, tensors: Tensors) -> None:
         self._cache[digest] = tensors

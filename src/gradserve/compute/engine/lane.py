@@ -233,6 +233,8 @@ class Lane:
     def _drop(self, requests: Iterable[Request]) -> list[Request]:
         """Forget all that is held for these requests."""
         gone = dict.fromkeys(requests)
+        if not gone:
+            return []
         for row in [row for row in self._kv.rows() if row.request in gone]:
             self._kv.remove(row)
         for stem in [stem for stem in self._stems if stem.request in gone]:

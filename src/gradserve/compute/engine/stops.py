@@ -7,6 +7,9 @@ from typing import Any
 _INCOMPLETE = "\ufffd"
 """What a tokenizer puts where bytes of a character are still missing."""
 
+_MOST_PENDING = 8
+"""Tokens to wait for a character to become whole; it has four bytes at most, so what waits longer is no text."""
+
 
 class TextStops:
     """Watches one sequence. ``found`` is to be called with all its tokens after each new one."""
@@ -29,7 +32,8 @@ class TextStops:
         fresh = self._tail + text[len(before) :]
         if any(string in fresh for string in self._strings):
             return True
-        if not text.endswith(_INCOMPLETE) and len(text) > len(before):
+        whole = not text.endswith(_INCOMPLETE) and len(text) > len(before)
+        if whole or len(tokens) - self._read > _MOST_PENDING:
             self._tail = fresh[-self._keep :] if self._keep else ""
             self._from, self._read = self._read, len(tokens)
         return False
