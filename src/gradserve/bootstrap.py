@@ -8,10 +8,10 @@ import fcntl
 import os
 import shutil
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import IO, TYPE_CHECKING
 
 from gradserve.compute.local import LocalExecutor, warm_up
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from gradserve.compute.catalog import Catalog
+    from gradserve.store.wakeups import Wakeups
 
 
 class CannotStart(Exception):
@@ -61,27 +62,28 @@ def serve(settings: Settings, tell: Callable[[str], None], on_listening: Callabl
     with _only_server(Paths(settings.data_dir).lock), _listen(settings) as listener:
         warm_up()  # torch is imported over there while this process imports the rest
         from gradserve.compute.models import load_catalog
+        from gradserve.store.wakeups import Wakeups
 
         catalog = load_catalog(settings.models, settings.data_dir, tell)
         url = f"http://{settings.host}:{listener.getsockname()[1]}"
-        app = build_app(settings, catalog, on_start=lambda: on_listening(url, catalog.names()))
-        _run_uvicorn(app, listener)
+        wakeups = Wakeups()
+        app = build_app(settings, catalog, wakeups, on_start=lambda: on_listening(url, catalog.names()))
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_run_uvicorn(app, listener, on_stop=wakeups.release))
 
 
-def build_app(settings: Settings, catalog: Catalog, on_start: Callable[[], None]) -> FastAPI:
+def build_app(settings: Settings, catalog: Catalog, wakeups: Wakeups, on_start: Callable[[], None]) -> FastAPI:
     """The whole server as an ASGI application; its lifespan starts and stops scheduler and workers."""
     from gradserve.compute.checkpoints import CheckpointFolders
     from gradserve.compute.objects import ObjectStore, shared_memory_root
     from gradserve.gateway.app import create_app
     from gradserve.orchestration.scheduler import Scheduler
     from gradserve.store.sql import SqlStore
-    from gradserve.store.wakeups import Wakeups
 
     paths = Paths(settings.data_dir)
     objects = ObjectStore(shared_memory_root(settings.data_dir), paths.objects)
     objects.sweep_temporary()
     store = SqlStore.at(paths.database)
-    wakeups = Wakeups()
     executor = LocalExecutor(_worker_specs(settings, catalog), settings.worker_silence_s)
     folders = CheckpointFolders(paths.checkpoints, objects)
     scheduler = Scheduler(store, wakeups, executor, objects, folders, settings)
@@ -178,17 +180,33 @@ def _listen(settings: Settings) -> socket.socket:
     return listener
 
 
-def _run_uvicorn(app: FastAPI, listener: socket.socket) -> None:
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed (not on Windows), else the standard loop."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+async def _run_uvicorn(app: FastAPI, listener: socket.socket, on_stop: Callable[[], None]) -> None:
     import uvicorn
+
+    loop = asyncio.get_running_loop()
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            loop.call_soon_threadsafe(on_stop)
+            super().handle_exit(sig, frame)
 
     config = uvicorn.Config(
         app,
         log_level="warning",
-        access_log=False,
+        access_log=False,  # it would hold signed links
         lifespan="on",
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=2,  # parked long polls are cut; the client asks again
+        timeout_graceful_shutdown=5,
         backlog=4096,
     )
-    asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
-    sys.stdout.flush()
+    await Server(config).serve(sockets=[listener])

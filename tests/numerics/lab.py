@@ -60,7 +60,7 @@ class Lab:
         generator = torch.Generator().manual_seed(seed)
         tensors = {
             name: torch.randn(tensor.shape, generator=generator) * 0.05 if "lora_B" in name else tensor
-            for name, tensor in self.arrays.get(done.objects["weights"]).items()
+            for name, tensor in sorted(self.arrays.get(done.objects["weights"]).items())
         }
         return self.arrays.put(tensors)
 

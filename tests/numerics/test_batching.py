@@ -11,7 +11,8 @@ from gradserve.compute.tasks import GradTask, InitTask, ReduceTask
 from gradserve.wire.ops import LoraConfig
 from tests.numerics.lab import Lab, ids, logprobs_of, plain_rows, row, rows_of
 
-ATOL = 2e-6
+ATOL = 1e-5
+"""On log-probs of size 1 to 15. Seen: 2.4e-6; how a sum is cut depends on its length and on the CPU."""
 GRADIENT_RTOL = 1e-5
 
 

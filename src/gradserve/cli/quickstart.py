@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ def quickstart(steps: int, seed: int, plot: Path) -> None:
     from gradserve.algorithms.grpo import GRPOConfig
     from gradserve.client.connect import connect
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False, soft_wrap=True)
     console.print("[bold]gradserve quickstart[/] · reinforcement learning of a language model on this machine")
     with console.status("starting the server (the first time it converts the model, half a minute)"):
         service = connect()
@@ -103,7 +104,7 @@ def _train(
             rewards.append(step.reward)
             tokens += step.trained_tokens + step.sampled_tokens
             speed = tokens / (time.monotonic() - started)
-            told = f"reward {step.reward:.2f} · {speed:,.0f} tokens/s · ${_bill(service, run)['amount_usd']}"
+            told = f"reward {step.reward:.2f} · {speed:,.0f} tokens/s · ${float(_bill(service, run)['amount_usd']):.4f}"
             progress.update(bar, advance=1, told=told)
             if not console.is_terminal:
                 console.print(f"step {step.number + 1}/{config.steps} · {told}")
@@ -175,15 +176,16 @@ def _where(console: Console, service: tinker.ServiceClient, run: tinker.Training
 
     path = run.save_state("quickstart").result().path
     total = _bill(service, run)
+    amount = Decimal(total["amount_usd"])
     console.print(
-        f"bill: [bold]${total['amount_usd']}[/] = {total['train_tokens']:,} trained + {total['prefill_tokens']:,} "
+        f"bill: [bold]${amount:f}[/] = {total['train_tokens']:,} trained + {total['prefill_tokens']:,} "
         f"prefilled + {total['sample_tokens']:,} sampled tokens ({float(total['compute_ms']) / 1000:.0f} s of compute)"
     )
     console.print(f"curve: {plot.resolve()}")
     console.print(f"checkpoint: {path}")
     if isinstance(service, EmbeddedServiceClient):
-        console.print(f"            {_folder(path)}", soft_wrap=True)
-    console.print(f"look again: gradserve runs · gradserve run {run.model_id}", soft_wrap=True)
+        console.print(f"            {_folder(path)}")
+    console.print(f"look again: gradserve runs · gradserve run {run.model_id}")
 
 
 def _folder(path: str) -> Path:

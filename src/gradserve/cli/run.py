@@ -39,11 +39,11 @@ def _show(detail: RunDetail) -> None:
     for checkpoint in detail.checkpoints:
         click.echo(f"  saved     {checkpoint.path}   v{checkpoint.version}, {checkpoint.size_bytes / 2**20:.1f} MiB")
     click.echo(
-        f"  bill      ${total.amount_usd} = {total.train_tokens:,} trained + {total.prefill_tokens:,} prefilled + "
+        f"  bill      ${total.amount_usd:f} = {total.train_tokens:,} trained + {total.prefill_tokens:,} prefilled + "
         f"{total.sample_tokens:,} sampled tokens, {total.compute_ms / 1000:,.3f} s of compute, {total.lines} lines"
     )
     for kind, amount in _by_kind(detail.lines).items():
-        click.echo(f"            {kind}: ${amount} (of the lines below)")
+        click.echo(f"            {kind}: ${amount:f} (of the lines below)")
     for line in detail.lines:
         click.echo(_line(line))
 
@@ -58,7 +58,7 @@ def _by_kind(lines: list[LedgerLine]) -> dict[str, Decimal]:
 def _line(line: LedgerLine) -> str:
     return (
         f"    {_time(line.at)}  #{line.seq:<5} {line.kind:<17} train {line.train_tokens:>7,}  prefill "
-        f"{line.prefill_tokens:>7,}  sample {line.sample_tokens:>7,}  {line.compute_ms:>10} ms  ${line.amount_usd}"
+        f"{line.prefill_tokens:>7,}  sample {line.sample_tokens:>7,}  {line.compute_ms:>10} ms  ${line.amount_usd:f}"
     )
 
 

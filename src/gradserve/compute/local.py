@@ -134,7 +134,7 @@ class _Worker:
         """Start a process, watch it, and replace it when it is lost; the pause grows while starts fail."""
         pause = _FIRST_RETRY_S
         while True:
-            self._start()
+            await self._start()
             became_ready = await self._watch()
             self._bury(await asyncio.to_thread(self._autopsy))
             pause = _FIRST_RETRY_S if became_ready else min(pause * 2, _LAST_RETRY_S)
@@ -147,7 +147,7 @@ class _Worker:
             await asyncio.to_thread(self._process.join, 5)
         self._bury(_STOPPED)
 
-    def _start(self) -> None:
+    async def _start(self) -> None:
         ours, theirs = _context.Pipe()
         self._oom_kills = _oom_kills()
         self._lost.clear()
@@ -161,7 +161,7 @@ class _Worker:
             name=f"gradserve-worker-{self._spec.id}",
             daemon=True,
         )
-        process.start()
+        await asyncio.to_thread(process.start)  # the first one waits until the forkserver has imported torch
         theirs.close()
         self._process, self._pipe = process, ours
         self._writer = ThreadPoolExecutor(1, thread_name_prefix=f"to-{self._spec.id}")

@@ -22,7 +22,7 @@ def price(usage: Usage, prices: Prices) -> Decimal:
         + usage.sample_tokens * prices.sample
     ) / _MILLION
     time = usage.compute_us * prices.compute_hour / _MICROSECONDS_PER_HOUR
-    return tokens + time.quantize(_RESOLUTION, ROUND_HALF_EVEN)
+    return tokens + time.quantize(_RESOLUTION, ROUND_HALF_EVEN).normalize()
 
 
 def ledger_line(op: Op, base: str, usage: Usage, sheet: PriceSheet, at: float) -> LedgerLine:

@@ -18,6 +18,7 @@ class Wakeups:
     def __init__(self) -> None:
         self._new: list[Op] = []
         self._arrived = asyncio.Event()
+        self._closed = False
         self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
 
     def submitted(self, op: Op) -> None:
@@ -39,6 +40,12 @@ class Wakeups:
             if not waiter.done():
                 waiter.set_result(None)
 
+    def release(self) -> None:
+        """The server stops: nobody waits from now on, so that connections end in order instead of being cut."""
+        self._closed = True
+        for op_id in list(self._waiting):
+            self.ended(op_id)
+
     def waiter(self, op_id: str) -> asyncio.Future[None]:
         """A future that ``ended`` completes; make it before looking into the store, so that nothing is missed.
 
@@ -51,7 +58,7 @@ class Wakeups:
     async def wait(self, op_id: str, waiter: asyncio.Future[None], timeout: float) -> bool:
         """Wait for a future made by :meth:`waiter`; a timeout of 0 only forgets it."""
         try:
-            await asyncio.wait_for(waiter, timeout)
+            await asyncio.wait_for(waiter, 0 if self._closed else timeout)
             return True
         except TimeoutError:
             return False

@@ -36,7 +36,8 @@ def adamw_step(
     Moments hold ``<param>.exp_avg``, ``<param>.exp_avg_sq`` and one scalar ``step``. The clip is on the global
     norm of the whole sum. Raises Invalid when the step leaves a weight that is not finite.
     """
-    parameters = {name: tensor.detach().clone().requires_grad_() for name, tensor in weights.items()}
+    # Sorted: the order enters the norm's last bits, and must not depend on where the dict came from.
+    parameters = {name: weights[name].detach().clone().requires_grad_() for name in sorted(weights)}
     for name, parameter in parameters.items():
         parameter.grad = gradient[name].clone() if gradient else torch.zeros_like(parameter)
     limit = adam.grad_clip_norm if adam.grad_clip_norm > 0 else float("inf")
