@@ -41,6 +41,6 @@ def runs(data_dir: Path | None, limit: int) -> None:
             f"{total.compute_ms / 1000:,.1f} s",
             f"${total.amount_usd:.6f}",
         )
-    Console().print(table)
+    Console(emoji=False).print(table)  # a run id holds ":train:", which rich would draw as a tram
     if found.page.total > len(found.runs):
         click.echo(f"{found.page.total - len(found.runs)} more; raise --limit to see them")
