@@ -7,6 +7,7 @@ import pytest
 import tinker
 from tinker import types
 
+from gradserve.client.embedded import EmbeddedServer
 from tests.sdk import client, datum, logprobs, prompt, sequences, supervised, train
 
 BOUND = 1e-5
@@ -14,9 +15,9 @@ BOUND = 1e-5
 
 
 @pytest.fixture(scope="module")
-def run(server: tinker.ServiceClient) -> tinker.TrainingClient:
+def run(server: EmbeddedServer) -> tinker.TrainingClient:
     """A run whose adapter matters: large enough steps that base and adapter disagree."""
-    made = client(server.url).create_lora_training_client(base_model="tiny", rank=8, seed=5).result()  # type: ignore[attr-defined]
+    made = client(server.url).create_lora_training_client(base_model="tiny", rank=8, seed=5).result()
     train(made, supervised(4), steps=3, learning_rate=3e-2)
     return made
 
@@ -28,7 +29,7 @@ def sampler(run: tinker.TrainingClient) -> tinker.SamplingClient:
 
 
 def params(**given: object) -> types.SamplingParams:
-    return types.SamplingParams(**{"max_tokens": 8, "seed": 1, **given})  # type: ignore[arg-type]
+    return types.SamplingParams(**{"max_tokens": 8, "seed": 1, **given})
 
 
 def forward_logprobs(run: tinker.TrainingClient, tokens: list[int]) -> list[float]:
@@ -95,11 +96,13 @@ def test_seeds(sampler: tinker.SamplingClient) -> None:
 
 
 def test_greedy_is_the_most_likely_token(sampler: tinker.SamplingClient) -> None:
-    result = sampler.sample(prompt([60, 61, 62]), 1, params(temperature=0.0, stop=[]), topk_sample_logprobs=3).result()  # type: ignore[call-arg]
+    result = sampler.sample(prompt([60, 61, 62]), 1, params(temperature=0.0, stop=[]), topk_sample_logprobs=3).result()
     sequence = result.sequences[0]
     assert sequence.topk_logprobs is not None
     for token, logprob, best in zip(sequence.tokens, sequence.logprobs or [], sequence.topk_logprobs, strict=True):
-        assert best[0] == (token, pytest.approx(logprob, abs=1e-6))
+        assert best is not None
+        assert best[0][0] == token
+        assert best[0][1] == pytest.approx(logprob, abs=1e-6)
 
 
 def test_prompt_and_topk_logprobs(sampler: tinker.SamplingClient) -> None:

@@ -38,20 +38,20 @@ def ratio_data(seed: int = 3) -> tuple[list[types.Datum], list[Floats], list[Flo
 
 
 def importance_sampling(lp: Floats, q: Floats, a: Floats) -> Floats:
-    return -np.exp(lp - q) * a
+    return np.asarray(-np.exp(lp - q) * a)
 
 
 def ppo(lp: Floats, q: Floats, a: Floats) -> Floats:
     ratio = np.exp(lp - q)
-    return -np.minimum(ratio * a, np.clip(ratio, 0.8, 1.2) * a)
+    return np.asarray(-np.minimum(ratio * a, np.clip(ratio, 0.8, 1.2) * a))
 
 
 def cispo(lp: Floats, q: Floats, a: Floats) -> Floats:
-    return -np.clip(np.exp(lp - q), 0.0, 4.0) * lp * a
+    return np.asarray(-np.clip(np.exp(lp - q), 0.0, 4.0) * lp * a)
 
 
 def dro(lp: Floats, q: Floats, a: Floats) -> Floats:
-    return -(lp * a - 0.5 * 0.05 * (lp - q) ** 2)
+    return np.asarray(-(lp * a - 0.5 * 0.05 * (lp - q) ** 2))
 
 
 @pytest.mark.parametrize("formula", [importance_sampling, ppo, cispo, dro])
@@ -194,6 +194,6 @@ def test_rank_seed_and_flags_are_honoured(url: str) -> None:
 
 def test_get_info_and_tokenizer(run: tinker.TrainingClient) -> None:
     info = run.get_info()
-    assert (info.model_data.model_name, info.lora_rank, info.is_lora) == ("tiny", 8, True)
+    assert (info.model_name, info.lora_rank, info.is_lora) == ("tiny", 8, True)
     tokenizer = run.get_tokenizer()
     assert tokenizer.decode(tokenizer.encode("hello there")) == "hello there"

@@ -63,7 +63,7 @@ def test_without_optimizer_the_weights_are_the_same_and_the_moments_are_fresh(
     train(fresh, DATA, steps=2)
     assert now(fresh) != now(run)
     info = fresh.get_info()
-    assert (info.lora_rank, info.model_data.model_name) == (4, "tiny")
+    assert (info.lora_rank, info.model_name) == (4, "tiny")
 
 
 def test_loading_into_the_same_run_goes_back(run: tinker.TrainingClient) -> None:

@@ -67,10 +67,11 @@ async def get_info(call: Call) -> Response:
     run = await known_run(call, (await call.json(ModelBody)).model_id)
     facts = call.gateway.catalog.get(run.base)
     # A client on this machine can read the tokenizer where the model is; one elsewhere knows only the name.
+    # A sampling client that the SDK makes of this run looks for its tokenizer under model_data.model_name.
     local = facts is not None and call.gateway.settings.on_loopback
     data = ModelData(
         arch=facts.family if facts else None,
-        model_name=run.base,
+        model_name=call.gateway.catalog.tokenizer_source(run.base) if local else run.base,
         tokenizer_id=facts.path if facts is not None and local else run.base,
     )
     return answer_json(ModelInfo(run.id, data, run.base, run.lora.rank))
