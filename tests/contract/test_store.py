@@ -230,6 +230,25 @@ async def test_live_digests_are_all_that_anything_refers_to(store: Store) -> Non
     assert await store.live_digests() == everything - {"sample-w", "checkpoint-w", "checkpoint-m"}
 
 
+@each_store
+async def test_a_finished_session_keeps_only_its_checkpoints(store: Store) -> None:
+    await store.create_session(a_session())
+    await create_run(store)
+    op = an_op(1)
+    await store.submit(op)
+    await store.settle(end(op, run=RunUpdate("r", 1, "run-w", "run-m", ((1, "grad-1"),))))
+    await store.put_sampling_session(a_sampler("p1", weights="session-w"))
+    await write_checkpoint(store, a_checkpoint(weights="checkpoint-w", moments="checkpoint-m"))
+    saved = {"checkpoint-w", "checkpoint-m"}
+    assert await store.live_digests() == saved | {"run-w", "run-m", "grad-1", "session-w"}
+    last = an_op(2)
+    await store.submit(last)
+    await store.finish_session("acme", "s", "success", None)
+    assert await store.live_digests() == saved | {"run-w", "run-m", "grad-1"}, "a request is still on its way"
+    await store.settle(end(last))
+    assert await store.live_digests() == saved
+
+
 # tenants
 
 

@@ -7,6 +7,7 @@ sequence holds back everything after it (the client sends the first chunk of a c
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from gradserve.store.base import Op, Run
@@ -16,16 +17,21 @@ _READERS = frozenset({"forward_backward"})
 
 @dataclass
 class Lane:
-    """``head`` is the lowest seq that has not ended. ``run`` is the newest state, maybe not yet committed."""
+    """``head`` is the lowest seq that has not ended. ``run`` is the newest state, maybe not yet committed.
+
+    ``touched_at`` is when something last arrived or ended (time.monotonic).
+    """
 
     run: Run
     head: int
     waiting: dict[int, Op] = field(default_factory=dict)
     running: dict[int, Op] = field(default_factory=dict)
+    touched_at: float = field(default_factory=time.monotonic)
     _ended_ahead: set[int] = field(default_factory=set)
 
     def add(self, op: Op) -> None:
         """A newly accepted Op, or a rejected one (whose seq is only consumed)."""
+        self.touched_at = time.monotonic()
         if op.state != "accepted":
             self.end(op.seq)
         elif op.seq >= self.head and op.seq not in self.running and op.seq not in self._ended_ahead:
@@ -54,6 +60,7 @@ class Lane:
 
     def end(self, seq: int) -> None:
         """The Op of this seq has ended (or was rejected): move the head over all that have."""
+        self.touched_at = time.monotonic()
         self.running.pop(seq, None)
         self.waiting.pop(seq, None)
         if seq >= self.head:

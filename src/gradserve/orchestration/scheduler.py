@@ -39,6 +39,8 @@ from gradserve.wire.ops import LoadWeights, OpBody, Sample, SaveWeights, decode_
 log = logging.getLogger(__name__)
 
 _POLL_S = 5.0
+_FORGET_LANE_AFTER_S = 600.0
+"""An idle run's state is read from the store again when it wakes; till then its arrays may leave shared memory."""
 
 
 class Scheduler:
@@ -111,6 +113,12 @@ class Scheduler:
             for op in await self._wakeups.take_submitted(_POLL_S):
                 await self._admit(op)
             self._launch_all()
+            self._forget_idle_lanes()
+
+    def _forget_idle_lanes(self) -> None:
+        limit = time.monotonic() - _FORGET_LANE_AFTER_S
+        for run_id in [run_id for run_id, lane in self._lanes.items() if lane.idle and lane.touched_at < limit]:
+            del self._lanes[run_id]
 
     async def _admit(self, op: Op) -> None:
         if op.kind == "sample":  # its run_id only says whose bill it is; it waits for nobody

@@ -292,7 +292,10 @@ class Store(Protocol):
         ...
 
     async def live_digests(self) -> set[str]:
-        """Every digest that a run, a sampling session, a checkpoint or an unfinished Op refers to."""
+        """Every digest that a run, a sampling session, a checkpoint or an unfinished Op refers to.
+
+        Runs and sampling sessions of a finished session do not count, unless a run has unfinished Ops.
+        """
         ...
 
     # ledger

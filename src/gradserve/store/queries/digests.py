@@ -1,21 +1,34 @@
-"""Which arrays are still needed."""
+"""Which arrays are still needed.
+
+A finished session's sampling sessions and runs can't be used any more; only what it saved as checkpoints counts, and
+runs whose last requests are still on their way.
+"""
 
 from __future__ import annotations
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from gradserve.store.tables import checkpoints, op_bodies, ops, runs, sampling_sessions
+from gradserve.store.tables import checkpoints, op_bodies, ops, runs, sampling_sessions, sessions
 from gradserve.wire.ops import Sample, decode_body
 
+
+def _finished(session_id: sa.Column[str]) -> sa.ColumnElement[bool]:
+    return sa.exists().where(sessions.c.id == session_id, sessions.c.finished.is_not(None))
+
+
+_BUSY = sa.exists().where(ops.c.scope == runs.c.id, ops.c.state == "accepted")
+_USABLE_RUN = sa.or_(sa.not_(_finished(runs.c.session_id)), _BUSY)
+_USABLE_SAMPLER = sa.not_(_finished(sampling_sessions.c.session_id))
+
 _NAMED = sa.union(
-    sa.select(runs.c.weights),
-    sa.select(runs.c.moments),
-    sa.select(sampling_sessions.c.weights),
+    sa.select(runs.c.weights).where(_USABLE_RUN),
+    sa.select(runs.c.moments).where(_USABLE_RUN),
+    sa.select(sampling_sessions.c.weights).where(_USABLE_SAMPLER),
     sa.select(checkpoints.c.weights),
     sa.select(checkpoints.c.moments),
 )
-_GRADIENTS = sa.select(runs.c.gradients)
+_GRADIENTS = sa.select(runs.c.gradients).where(_USABLE_RUN)
 _WAITING_SAMPLES = (
     sa.select(op_bodies.c.body)
     .join(ops, ops.c.n == op_bodies.c.n)
