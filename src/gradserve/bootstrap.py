@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ def build_app(settings: Settings, catalog: Catalog, wakeups: Wakeups, on_start: 
     store = SqlStore.at(paths.database)
     executor = LocalExecutor(_worker_specs(settings, catalog), settings.worker_silence_s)
     folders = CheckpointFolders(paths.checkpoints, objects)
-    scheduler = Scheduler(store, wakeups, executor, objects, folders, settings)
+    scheduler = Scheduler(store, wakeups, executor, objects, folders, settings, _stop_this_process)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -115,6 +116,10 @@ def build_app(settings: Settings, catalog: Catalog, wakeups: Wakeups, on_start: 
         return {"workers": workers, "tasks_rerun": scheduler.lost_workers()}
 
     return create_app(settings, store, wakeups, catalog, objects, health=health, lifespan=lifespan)
+
+
+def _stop_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _worker_specs(settings: Settings, catalog: Catalog) -> list[WorkerSpec]:

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -44,7 +44,11 @@ _FORGET_LANE_AFTER_S = 600.0
 
 
 class Scheduler:
-    """One per server. ``start`` also takes up what an earlier server left unfinished."""
+    """One per server. ``start`` also takes up what an earlier server left unfinished.
+
+    ``on_fatal`` must stop the server: it is called when a settlement can't be written (the disk is full, say). Going
+    on would put memory ahead of the journal for good; a new start computes the lost settlements again.
+    """
 
     def __init__(
         self,
@@ -54,8 +58,10 @@ class Scheduler:
         objects: ObjectStore,
         folders: CheckpointFolders,
         settings: Settings,
+        on_fatal: Callable[[], None],
     ) -> None:
         self._store = store
+        self._on_fatal = on_fatal
         self._wakeups = wakeups
         self._executor = executor
         self._objects = objects
@@ -274,7 +280,9 @@ class Scheduler:
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._background.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            log.error("background work failed", exc_info=task.exception())
+            # Neither the loop nor the end of an Op may fail quietly: clients would wait for ever.
+            log.critical("the scheduler failed; stopping", exc_info=task.exception())
+            self._on_fatal()
 
 
 def _after(run: Run, settlement: Settlement) -> Run:

@@ -1,0 +1,224 @@
+"""The scheduler over the in-memory store and workers that answer from a script: order, failure, recovery."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from gradserve.compute.checkpoints import CheckpointFolders
+from gradserve.compute.executor import WorkerState
+from gradserve.compute.objects import ObjectStore
+from gradserve.compute.tasks import Done, Failed, GradTask, InitTask, OptimTask, Outcome, ReduceTask, Task, Usage
+from gradserve.orchestration.scheduler import Scheduler
+from gradserve.settings import Settings
+from gradserve.store.base import Op, Run, Settlement
+from gradserve.store.sql import SqlStore
+from gradserve.store.wakeups import Wakeups
+from gradserve.wire.data import Array, Row, as_tokens
+from gradserve.wire.ops import (
+    AdamParams,
+    CreateModel,
+    ForwardBackward,
+    LoraConfig,
+    OpBody,
+    OptimStep,
+    SaveWeights,
+    encode_body,
+    kind_of,
+)
+from gradserve.wire.results import ForwardBackwardResult
+
+LORA = LoraConfig(4, seed=1)
+
+
+class ScriptedWorker:
+    """Does each Task at once: objects are small byte strings that say what they were made from."""
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self.on_change: Callable[[], None] = lambda: None
+        self.objects = objects
+        self.done: list[str] = []
+        self.refuse: set[str] = set()
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def workers(self) -> list[WorkerState]:
+        return [WorkerState("w", "ready", 1, 0, 0)]
+
+    async def run(self, worker_id: str, task: Task) -> Outcome:
+        await asyncio.sleep(0)
+        self.done.append(task.id)
+        if task.id in self.refuse:
+            return Failed(task.id, "user", "not finite")
+        usage = Usage(train_tokens=1, compute_us=1000)
+        match task:
+            case InitTask():
+                return Done(task.id, usage, {"weights": self.objects.put(b"w0")})
+            case GradTask():
+                rows = ForwardBackwardResult([Array("float32", (1,), b"\0" * 4) for _ in task.rows], {"loss:sum": 1.0})
+                return Done(task.id, usage, {"gradient": self.objects.put(f"g:{task.id}".encode())}, rows=rows)
+            case ReduceTask():
+                return Done(task.id, usage, {"gradient": self.objects.put("+".join(task.gradients).encode())})
+            case OptimTask():
+                made = {"weights": self.objects.put(f"w:{task.id}".encode()), "moments": self.objects.put(b"m")}
+                return Done(task.id, usage, made, metrics={"grad_norm": float(len(task.gradients))})
+            case _:
+                raise AssertionError(task)
+
+
+class World:
+    """Everything that a scheduler needs, and a run "r"."""
+
+    def __init__(self, folder: Path) -> None:
+        self.objects = ObjectStore(folder / "fast", folder / "durable")
+        self.folders = CheckpointFolders(folder / "checkpoints", self.objects)
+        self.store = SqlStore.in_memory()
+        self.wakeups = Wakeups()
+        self.worker = ScriptedWorker(self.objects)
+        self.fatal: list[bool] = []
+        settings = Settings(data_dir=folder, task_tokens=4)
+        self.scheduler = Scheduler(
+            self.store,
+            self.wakeups,
+            self.worker,
+            self.objects,
+            self.folders,
+            settings,
+            on_fatal=lambda: self.fatal.append(True),
+        )
+
+    async def submit(self, seq: int, body: OpBody, told: bool = True) -> str:
+        op = Op(f"r:op:{seq}", "t", "s", "r", seq, kind_of(body), encode_body(body), float(seq), run_id="r")
+        run = Run("r", "t", "s", "tiny", LORA, 0.0, 0.0) if seq == 0 else None
+        stored, _ = await self.store.submit(op, run)
+        if told:
+            self.wakeups.submitted(stored)
+        return stored.id
+
+    async def ended(self, op_id: str) -> Op:
+        async with asyncio.timeout(10):
+            while True:
+                waiter = self.wakeups.waiter(op_id)
+                op = await self.store.get_op("t", op_id)
+                assert op is not None
+                if op.state != "accepted":
+                    await self.wakeups.wait(op_id, waiter, 0)
+                    return op
+                await self.wakeups.wait(op_id, waiter, 10)
+
+
+def play(folder: Path, story: Callable[[World], Awaitable[None]], start: bool = True) -> World:
+    async def whole() -> World:
+        world = World(folder)
+        await world.store.open()
+        if start:
+            await world.scheduler.start()
+        try:
+            await story(world)
+        finally:
+            await world.scheduler.close()
+            await world.store.close()
+        return world
+
+    return asyncio.run(whole())
+
+
+def rows(*lengths: int) -> list[Row]:
+    return [Row(as_tokens([1] * length), {}) for length in lengths]
+
+
+def forward_backward(*lengths: int) -> ForwardBackward:
+    return ForwardBackward(rows(*lengths), "cross_entropy", {})
+
+
+def test_a_step_sums_the_gradients_of_all_calls_in_seq_order(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await world.submit(0, CreateModel("tiny", LORA))
+        await world.submit(2, forward_backward(2))
+        step = await world.submit(3, OptimStep(AdamParams()))
+        await world.submit(1, forward_backward(3, 3, 2))
+        ended = await world.ended(step)
+        assert ended.state == "done"
+        assert ended.result == b'{"metrics":{"grad_norm":2.0}}'
+        run = await world.store.get_run("t", "r")
+        assert run is not None
+        assert (run.version, run.gradients, run.cursor) == (1, (), 3)
+
+    world = play(tmp_path, story)
+    assert world.worker.done[0] == "r:op:0/0"
+    assert world.worker.done[-1] == "r:op:3/0"
+    # three rows of 3 + 3 + 2 tokens under a budget of 4 are three Tasks and a Reduce
+    assert sorted(world.worker.done[1:-1]) == ["r:op:1/0", "r:op:1/1", "r:op:1/2", "r:op:1/3", "r:op:2/0"]
+
+
+def test_a_failed_op_leaves_the_run_as_it_was_and_costs_nothing(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        world.worker.refuse.add("r:op:1/1")
+        await world.submit(0, CreateModel("tiny", LORA))
+        failed = await world.ended(await world.submit(1, forward_backward(3, 3)))
+        assert failed.state == "failed"
+        assert failed.problem is not None
+        assert (failed.problem.status, failed.problem.code) == (400, "compute.refused")
+        step = await world.ended(await world.submit(2, OptimStep(AdamParams())))
+        assert step.result == b'{"metrics":{"grad_norm":0.0,"step_skipped":1.0}}'
+        assert (await world.store.ledger_total("t", "r")).lines == 1, "only create_model"
+
+    play(tmp_path, story)
+
+
+def test_what_an_earlier_server_accepted_is_run(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await world.submit(0, CreateModel("tiny", LORA), told=False)
+        last = await world.submit(1, forward_backward(2), told=False)
+        await world.scheduler.start()
+        assert (await world.ended(last)).state == "done"
+
+    play(tmp_path, story, start=False)
+
+
+def test_weights_that_a_power_cut_took_are_named(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await world.ended(await world.submit(0, CreateModel("tiny", LORA)))
+        for file in world.objects.fast.iterdir():
+            file.unlink()
+        lost = await world.ended(await world.submit(1, forward_backward(2)))
+        assert lost.problem is not None
+        assert (lost.problem.status, lost.problem.code) == (410, "weights.lost")
+
+    play(tmp_path, story)
+
+
+def test_a_checkpoint_is_a_folder_and_an_unwanted_overwrite_is_refused(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await world.submit(0, CreateModel("tiny", LORA))
+        saved = await world.ended(await world.submit(1, SaveWeights("a", "weights")))
+        assert saved.result == b'{"path":"tinker://r/weights/a"}'
+        again = await world.ended(await world.submit(2, SaveWeights("a", "weights")))
+        assert again.problem is not None
+        assert again.problem.code == "checkpoint.exists"
+        over = await world.ended(await world.submit(3, SaveWeights("a", "weights", overwrite=True)))
+        assert over.state == "done"
+
+    world = play(tmp_path, story)
+    folder = tmp_path / "checkpoints" / "r" / "weights" / "a"
+    assert (folder / "adapter_model.safetensors").read_bytes() == b"w0"
+    assert world.objects.has_durable(ObjectStore.digest(b"w0"))
+
+
+def test_a_settlement_that_cannot_be_written_stops_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(world: World) -> None:
+        async def full(settlement: Settlement) -> bool:
+            raise OSError("disk full")
+
+        monkeypatch.setattr(world.store, "settle", full)
+        await world.submit(0, CreateModel("tiny", LORA))
+        async with asyncio.timeout(10):
+            while not world.fatal:  # noqa: ASYNC110  (set by a background task)
+                await asyncio.sleep(0.01)
+
+    assert play(tmp_path, story).fatal
