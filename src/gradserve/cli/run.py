@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from datetime import datetime
-from decimal import Decimal
 from pathlib import Path
 
 import click
@@ -42,17 +40,8 @@ def _show(detail: RunDetail) -> None:
         f"  bill      ${total.amount_usd:f} = {total.train_tokens:,} trained + {total.prefill_tokens:,} prefilled + "
         f"{total.sample_tokens:,} sampled tokens, {total.compute_ms / 1000:,.3f} s of compute, {total.lines} lines"
     )
-    for kind, amount in _by_kind(detail.lines).items():
-        click.echo(f"            {kind}: ${amount:f} (of the lines below)")
     for line in detail.lines:
         click.echo(_line(line))
-
-
-def _by_kind(lines: list[LedgerLine]) -> dict[str, Decimal]:
-    amounts: defaultdict[str, Decimal] = defaultdict(Decimal)
-    for line in lines:
-        amounts[line.kind] += line.amount_usd
-    return dict(amounts)
 
 
 def _line(line: LedgerLine) -> str:
