@@ -32,7 +32,7 @@ def processes(pid: int) -> list[dict[str, Any]]:
     found = []
     for process in tree(pid):
         with contextlib.suppress(psutil.Error):
-            found.append({"command": " ".join(process.cmdline())[:100], "pss_mib": round(pss_mib(process), 1)})
+            found.append({"command": _short(process.cmdline()), "pss_mib": round(pss_mib(process), 1)})
     return found
 
 
@@ -81,3 +81,8 @@ class Watch:
                 times = process.cpu_times()
                 total += times.user + times.system
         return total
+
+
+def _short(words: list[str]) -> str:
+    """A command line without the directories of the machine."""
+    return " ".join(word.rstrip("/").rpartition("/")[2] for word in words)[:80]

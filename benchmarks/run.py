@@ -99,7 +99,7 @@ def main() -> None:
     # As Ctrl-C does: leave through the context managers, so that no server is left behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     launch = Launch(arguments.server_cmd, arguments.log.resolve())
-    record = {"server": arguments.name, "model": arguments.model, "rank": arguments.rank, **conditions()}
+    record = {"server": arguments.name, "model": Path(arguments.model).name, "rank": arguments.rank, **conditions()}
     figures = run(launch, arguments.model, arguments.vocab, arguments.rank, arguments.scenarios, arguments.launches)
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
