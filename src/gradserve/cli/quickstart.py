@@ -42,11 +42,15 @@ def quickstart(steps: int, seed: int, plot: Path) -> None:
 
     from gradserve.algorithms.grpo import GRPOConfig
     from gradserve.client.connect import connect
+    from gradserve.client.embedded import ServerDidNotStart
 
     console = Console(highlight=False, emoji=False, soft_wrap=True)
     console.print("[bold]gradserve quickstart[/] · reinforcement learning of a language model on this machine")
     with console.status("starting the server (the first time it converts the model, half a minute)"):
-        service = connect()
+        try:
+            service = connect()
+        except ServerDidNotStart as error:
+            raise click.ClickException(str(error)) from error
     with service:
         _teach(console, service, GRPOConfig(steps=steps, seed=seed), plot)
 

@@ -103,7 +103,8 @@ def _from_gguf(file: Path, cache: Path, tell: Callable[[str], None]) -> Path:
     command = [sys.executable, "-m", "gradserve.compute.engine.convert", str(file), str(target)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode != 0:
-        raise ModelUnusable(f"{file} could not be converted: {ran.stderr.strip().splitlines()[-1:] or ran.returncode}")
+        said = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
+        raise ModelUnusable(f"{file} could not be converted: {said[-1]}")
     return target
 
 
