@@ -102,7 +102,7 @@ def _train(
     from gradserve.algorithms import grpo
 
     told_column = TextColumn("{task.fields[told]}")
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), told_column, TimeElapsedColumn())
+    columns = (TextColumn("training"), BarColumn(bar_width=20), MofNCompleteColumn(), told_column, TimeElapsedColumn())
     rewards: list[float] = []
     tokens, started = 0, time.monotonic()
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
