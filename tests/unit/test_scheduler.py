@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -42,6 +43,7 @@ class ScriptedWorker:
         self.objects = objects
         self.done: list[str] = []
         self.refuse: set[str] = set()
+        self.slow: dict[str, asyncio.Event] = {}
 
     async def start(self) -> None: ...
 
@@ -52,6 +54,8 @@ class ScriptedWorker:
 
     async def run(self, worker_id: str, task: Task) -> Outcome:
         await asyncio.sleep(0)
+        if task.id in self.slow:
+            await self.slow[task.id].wait()
         self.done.append(task.id)
         if task.id in self.refuse:
             return Failed(task.id, "user", "not finite")
@@ -63,6 +67,8 @@ class ScriptedWorker:
                 rows = ForwardBackwardResult([Array("float32", (1,), b"\0" * 4) for _ in task.rows], {"loss:sum": 1.0})
                 return Done(task.id, usage, {"gradient": self.objects.put(f"g:{task.id}".encode())}, rows=rows)
             case ReduceTask():
+                for gradient in task.gradients:
+                    self.objects.path(gradient)  # as a worker reads them
                 return Done(task.id, usage, {"gradient": self.objects.put("+".join(task.gradients).encode())})
             case OptimTask():
                 made = {"weights": self.objects.put(f"w:{task.id}".encode()), "moments": self.objects.put(b"m")}
@@ -189,6 +195,46 @@ def test_weights_that_a_power_cut_took_are_named(tmp_path: Path) -> None:
         lost = await world.ended(await world.submit(1, forward_backward(2)))
         assert lost.problem is not None
         assert (lost.problem.status, lost.problem.code) == (410, "weights.lost")
+
+    play(tmp_path, story)
+
+
+def test_the_janitor_leaves_what_a_running_op_has_made(tmp_path: Path) -> None:
+    """Found by a cookbook recipe: the first Tasks' gradients were swept while the last Task was still computing."""
+
+    async def story(world: World) -> None:
+        await world.ended(await world.submit(0, CreateModel("tiny", LORA)))
+        world.worker.slow["r:op:1/1"] = asyncio.Event()
+        op = await world.submit(1, forward_backward(3, 3))
+        async with asyncio.timeout(10):
+            while "r:op:1/0" not in world.worker.done:  # noqa: ASYNC110  (done by a background task)
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        for file in world.objects.fast.iterdir():
+            os.utime(file, (1, 1))
+        await world.scheduler.sweep()
+        world.worker.slow["r:op:1/1"].set()
+        assert (await world.ended(op)).state == "done"
+        run = await world.store.get_run("t", "r")
+        assert run is not None
+        await world.scheduler.sweep()
+        assert {file.stem for file in world.objects.fast.iterdir()} >= {run.weights, run.gradients[0][1]}
+
+    play(tmp_path, story)
+
+
+def test_the_janitor_takes_what_nobody_refers_to(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await world.ended(await world.submit(0, CreateModel("tiny", LORA)))
+        await world.ended(await world.submit(1, forward_backward(3, 3)))
+        await world.ended(await world.submit(2, OptimStep(AdamParams())))
+        run = await world.store.get_run("t", "r")
+        assert run is not None
+        for file in world.objects.fast.iterdir():
+            os.utime(file, (1, 1))
+        await asyncio.sleep(0.05)
+        await world.scheduler.sweep()
+        assert {file.stem for file in world.objects.fast.iterdir()} == {run.weights, run.moments}
 
     play(tmp_path, story)
 

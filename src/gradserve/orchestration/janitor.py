@@ -69,7 +69,10 @@ class Janitor:
         # The age is taken before the references, so that what is made in between counts as young.
         fast = self._objects.fast_older_than(_GRACE_S)
         durable = self._objects.durable_older_than(_GRACE_S)
-        live = await self._store.live_digests() | self._in_use()
+        # In use before or after the look into the store: a digest may pass from memory to the journal meanwhile.
+        live = self._in_use()
+        live |= await self._store.live_digests()
+        live |= self._in_use()
         for digest in {*fast, *durable} - live:
             self._objects.discard(digest)
         await self._demote(live - self._hot())

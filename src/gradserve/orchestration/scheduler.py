@@ -23,7 +23,7 @@ import msgspec
 from gradserve.compute.checkpoints import CheckpointFolders
 from gradserve.compute.executor import Executor, WorkerLost
 from gradserve.compute.objects import ObjectMissing, ObjectStore
-from gradserve.compute.tasks import Done, Failed, Outcome
+from gradserve.compute.tasks import Done, Failed, Outcome, Task
 from gradserve.orchestration.dispatch import AttemptsExhausted, Dispatcher
 from gradserve.orchestration.janitor import Janitor
 from gradserve.orchestration.lanes import Lane
@@ -90,6 +90,10 @@ class Scheduler:
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._dispatcher.close()
         await self.park()
+
+    async def sweep(self) -> None:
+        """Let the janitor make a round now."""
+        await self._janitor.sweep()
 
     async def park(self) -> None:
         """Copy all live arrays to the durable tier, so that shared memory can be given back."""
@@ -214,11 +218,9 @@ class Scheduler:
             persisted = [step for step in waiting.values() if isinstance(step, Persist)]
             waiting = {n: step for n, step in waiting.items() if isinstance(step, Compute) and n not in computed}
             results = await asyncio.gather(
-                *(self._dispatcher.run(step.bind(outcomes), queue) for step in computed.values())
+                *(self._compute(step.bind(outcomes), queue, held) for step in computed.values())
             )
             outcomes.update(zip(computed, results, strict=True))
-            for outcome in results:
-                self._hold(outcome, held)
             if any(isinstance(outcome, Failed) for outcome in results):
                 break
             for step in persisted:
@@ -226,11 +228,13 @@ class Scheduler:
                     await asyncio.to_thread(self._objects.persist, digest)
         return [outcomes[number] for number in sorted(outcomes)]
 
-    def _hold(self, outcome: Outcome, held: list[str]) -> None:
-        """What a Task made is kept from the janitor until its Op is settled."""
+    async def _compute(self, task: Task, queue: str, held: list[str]) -> Outcome:
+        """Run one Task. What it made is kept from the janitor from now on, however long its siblings take."""
+        outcome = await self._dispatcher.run(task, queue)
         if isinstance(outcome, Done):
             held.extend(outcome.objects.values())
             self._held.update(outcome.objects.values())
+        return outcome
 
     def _check_arrays(self, body: OpBody, run: Run | None) -> None:
         """After a power cut shared memory is empty: say so, instead of failing in a worker."""
