@@ -19,6 +19,8 @@ MODEL_NAMES = (
     "Qwen/Qwen3-4B-Instruct-2507",
     "Qwen/Qwen3-8B",
     "Qwen/Qwen3-32B",
+    "Qwen/Qwen3.6-27B",
+    "Qwen/Qwen3.5-397B-A17B",
     "Qwen/Qwen3.5-4B",
     "Qwen/Qwen3.5-9B",
     "Qwen/Qwen3.5-9B-Base",
