@@ -76,13 +76,14 @@ def serve(settings: Settings, tell: Callable[[str], None], on_listening: Callabl
 def build_app(settings: Settings, catalog: Catalog, wakeups: Wakeups, on_start: Callable[[], None]) -> FastAPI:
     """The whole server as an ASGI application; its lifespan starts and stops scheduler and workers."""
     from gradserve.compute.checkpoints import CheckpointFolders
-    from gradserve.compute.objects import ObjectStore, shared_memory_root
+    from gradserve.compute.objects import ObjectStore, claim, shared_memory_root
     from gradserve.gateway.app import create_app
     from gradserve.orchestration.scheduler import Scheduler
     from gradserve.store.sql import SqlStore
 
     paths = Paths(settings.data_dir)
     objects = ObjectStore(shared_memory_root(settings.data_dir), paths.objects)
+    claim(objects.fast, settings.data_dir)
     objects.sweep_temporary()
     store = SqlStore.at(paths.database)
     executor = LocalExecutor(_worker_specs(settings, catalog), settings.worker_silence_s)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gradserve.compute.objects import ObjectMissing, ObjectStore
+from gradserve.compute.objects import ObjectMissing, ObjectStore, claim
 
 
 @pytest.fixture
@@ -51,3 +51,16 @@ def test_interrupted_writes_are_not_objects(objects: ObjectStore) -> None:
     assert objects.fast_older_than(-1) == []
     objects.sweep_temporary()
     assert list(objects.fast.iterdir()) == []
+
+
+def test_shared_memory_of_a_data_directory_that_is_gone_is_given_back(tmp_path: Path) -> None:
+    shm, kept, gone = tmp_path / "shm", tmp_path / "kept", tmp_path / "gone"
+    kept.mkdir()
+    gone.mkdir()
+    roots = [shm / f"gradserve-{os.getuid()}-{name}" for name in ("a", "b")]
+    claim(roots[0], kept)
+    claim(roots[1], gone)
+    assert all(root.is_dir() for root in roots)
+    gone.rmdir()
+    claim(roots[0], kept)
+    assert [root.is_dir() for root in roots] == [True, False]

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 SUFFIX = ".safetensors"
+_OWNER = "owner"
 
 
 class ObjectMissing(KeyError):
@@ -29,6 +30,16 @@ def shared_memory_root(data_dir: Path) -> Path:
     base = shm if shm.is_dir() and os.access(shm, os.W_OK) else data_dir
     name = hashlib.sha256(str(data_dir.resolve()).encode()).hexdigest()[:16]
     return base / f"gradserve-{os.getuid()}-{name}"
+
+
+def claim(root: Path, data_dir: Path) -> None:
+    """Note in a fast tier whose it is, and remove those of data directories that are gone: they would keep memory."""
+    root.mkdir(parents=True, exist_ok=True)
+    (root / _OWNER).write_text(str(data_dir.resolve()))
+    for other in root.parent.glob(f"gradserve-{os.getuid()}-*"):
+        owner = other / _OWNER
+        if owner.is_file() and not Path(owner.read_text()).is_dir():
+            shutil.rmtree(other, ignore_errors=True)
 
 
 class ObjectStore:
