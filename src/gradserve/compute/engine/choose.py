@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradserve.compute.engine.kernels import FAST, Kernels
+
 _FIRST_CANDIDATES = 1024
 """How many of the best tokens top-p looks at before it looks at more; few distributions need them all."""
 
@@ -33,9 +35,9 @@ class Chosen:
     all_logprobs: Tensor
 
 
-def choose(logits: Tensor, settings: Settings) -> Chosen:
+def choose(logits: Tensor, settings: Settings, kernels: Kernels = FAST) -> Chosen:
     """logits [B, V]. A row with a logit that is nan gets a log-prob that is nan; nothing raises."""
-    logprobs = logits.log_softmax(-1)
+    logprobs = logits - kernels.logsumexp(logits)
     warm = settings.temperature > 0
     filtered = warm & (((settings.top_k > 0) & (settings.top_k < logits.shape[1])) | (settings.top_p < 1))
     plain = warm & ~filtered

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from gradserve.compute.engine.attention import attend_causal
+from gradserve.compute.engine.kernels import Kernels, Sight
 from gradserve.compute.engine.kv import Pool
 from gradserve.compute.engine.sequences import Stem
 
@@ -27,9 +26,10 @@ class Piece:
 class SamplingLayout:
     """One pass over ``pools`` (every row decodes the token at position ``cached``) and ``pieces``, in this order."""
 
-    def __init__(self, pools: list[Pool], pieces: list[Piece], device: torch.device) -> None:
-        self._decoding = [_PoolView(pool, device) for pool in pools]
+    def __init__(self, pools: list[Pool], pieces: list[Piece], device: torch.device, kernels: Kernels) -> None:
+        self._decoding = [_PoolView(pool, device, kernels) for pool in pools]
         self._pieces = pieces
+        self._kernels = kernels
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """See attention.Layout. Writes the new keys and values where they belong."""
@@ -41,66 +41,46 @@ class SamplingLayout:
             at = end
         for piece in self._pieces:
             end = at + piece.count
-            out[at:end] = _attend_piece(piece, layer, q[:, at:end], k[:, at:end], v[:, at:end], scale, window)
+            keys, values = _extend(piece, layer, k[:, at:end], v[:, at:end])
+            out[at:end] = self._kernels.causal(q[:, at:end], keys, values, scale, window)
             at = end
         return out
 
 
-def _attend_piece(
-    piece: Piece, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-) -> Tensor:
+def _extend(piece: Piece, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keep the piece's keys and values where something will follow; returns those of the stem so far."""
     stem = piece.stem
-    if stem.kv is not None:
-        end = stem.done + piece.count
-        kept_k, kept_v = stem.kv[layer]
-        kept_k[:, stem.done : end] = k
-        kept_v[:, stem.done : end] = v
-        if stem.done:
-            k, v = kept_k[:, :end], kept_v[:, :end]
-    return attend_causal(q, k, v, scale, window)
+    if stem.kv is None:
+        return k, v
+    end = stem.done + piece.count
+    kept_k, kept_v = stem.kv[layer]
+    kept_k[:, stem.done : end] = k
+    kept_v[:, stem.done : end] = v
+    return (kept_k[:, :end], kept_v[:, :end]) if stem.done else (k, v)
 
 
 class _PoolView:
     """One pool during one pass: masks and indices are the same in all layers."""
 
-    def __init__(self, pool: Pool, device: torch.device) -> None:
+    def __init__(self, pool: Pool, device: torch.device, kernels: Kernels) -> None:
         self.count = len(pool.rows)
         self._pool = pool
-        positions = [row.cached for row in pool.rows]
-        self._first, self._last = min(positions), max(positions)
-        self._at = torch.tensor(positions, device=device)
+        self._kernels = kernels
+        self._positions = [row.cached for row in pool.rows]
+        self._at = torch.tensor(self._positions, device=device)
         self._rows = torch.arange(self.count, device=device)
-        self._masks: dict[int | None, Tensor | None] = {}
+        self._sights: dict[int | None, Sight] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        """q [H, n, D], k and v [Hkv, n, D] -> [n, H, D]; the G queries of a key head are its query positions."""
+        """q [H, n, D], k and v [Hkv, n, D] -> [n, H, D]."""
         heads, n, size = q.shape
         keys, values = self._pool.data[layer]
         keys[self._rows, :, self._at] = k.transpose(0, 1)
         values[self._rows, :, self._at] = v.transpose(0, 1)
-        if window not in self._masks:
-            self._masks[window] = self._mask(window)
-        low, high = self._seen(window)
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1).reshape(n, k.shape[0], -1, size),
-            keys[:n, :, low:high],
-            values[:n, :, low:high],
-            attn_mask=self._masks[window],
-            scale=scale,
-        )
+        if window not in self._sights:
+            self._sights[window] = Sight(self._positions, window, self._at.device, self._kernels.key_block)
+        sight = self._sights[window]
+        grouped = q.transpose(0, 1).reshape(n, k.shape[0], -1, size)
+        part = slice(sight.first, sight.stop)
+        out = self._kernels.decode(grouped, keys[:n, :, part], values[:n, :, part], sight, scale)
         return out.reshape(n, heads, size)
-
-    def _seen(self, window: int | None) -> tuple[int, int]:
-        """The positions that at least one row can see."""
-        return 0 if window is None else max(0, self._first - window + 1), self._last + 1
-
-    def _mask(self, window: int | None) -> Tensor | None:
-        """bool [n, 1, 1, seen]; None where all rows see all of it."""
-        if self._first == self._last:
-            return None
-        seen = torch.arange(*self._seen(window), device=self._at.device)
-        at = self._at[:, None]
-        mask = seen <= at
-        if window is not None:
-            mask &= seen > at - window
-        return mask[:, None, None]

@@ -151,7 +151,7 @@ class Lane:
             positions += range(start, end)
             runs.append((piece.stem.request.adapter, piece.count))
         device = self._base.device
-        layout = SamplingLayout(self._kv.pools(), self._pieces, device)
+        layout = SamplingLayout(self._kv.pools(), self._pieces, device, self._base.kernels)
         with self._base.routed(route(runs, device)):
             return self._base.hidden(
                 torch.tensor(tokens, device=device), torch.tensor(positions, device=device), layout
@@ -186,7 +186,9 @@ class Lane:
         broken: dict[Request, None] = {}
         for a, b in _blocks(len(drawn), self._block):
             part = drawn[a:b]
-            chosen = choose(self._logits(part, source[a:b], hidden), _settings(part, self._base.device))
+            chosen = choose(
+                self._logits(part, source[a:b], hidden), _settings(part, self._base.device), self._base.kernels
+            )
             for sequence, logprob in zip(part, _take(part, chosen), strict=True):
                 if logprob != logprob:  # nan
                     broken[sequence.request] = None

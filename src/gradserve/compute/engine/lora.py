@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradserve.compute.engine.kernels import Kernels
 from gradserve.wire.errors import Invalid
 from gradserve.wire.ops import LORA_ALPHA, LoraConfig
 
@@ -105,34 +105,25 @@ class Router:
 class LoraLinear(nn.Module):
     """A frozen linear layer, plus each token's own adapter: y = W x + scale * B (A x)."""
 
-    def __init__(self, linear: nn.Linear, name: str, router: Router) -> None:
+    def __init__(self, linear: nn.Linear, name: str, router: Router, kernels: Kernels) -> None:
         super().__init__()
         self.linear = linear
         self._name = name
         self._router = router
+        self._kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., N, in] -> [..., N, out]; only the N axis may be longer than 1."""
         flat = x.reshape(-1, x.shape[-1])
-        y: Tensor = self.linear(flat)
+        y = self._kernels.linear(flat, self.linear.weight, self.linear.bias)
         for part in self._router.routing:
             pair = part.adapter.pairs.get(self._name)
             if pair is not None:
-                _add(flat, y, part.rows, *pair, part.adapter.scale)
+                self._kernels.add_low_rank(y, flat, part.rows, *pair, part.adapter.scale)
         return y.view(*x.shape[:-1], -1)
 
 
-def _add(x: Tensor, y: Tensor, rows: slice | Tensor, a: Tensor, b: Tensor, scale: float) -> None:
-    """y[rows] += scale * B A x[rows], in place: a second [N, out] per layer would be memory for nothing."""
-    if rows == slice(0, x.shape[0]):
-        y.addmm_(F.linear(x, a), b.t(), alpha=scale)
-    elif isinstance(rows, slice):
-        y[rows].addmm_(F.linear(x[rows], a), b.t(), alpha=scale)
-    else:
-        y.index_add_(0, rows, F.linear(F.linear(x[rows], a), b), alpha=scale)
-
-
-def wrap(model: nn.Module, router: Router) -> dict[str, nn.Linear]:
+def wrap(model: nn.Module, router: Router, kernels: Kernels) -> dict[str, nn.Linear]:
     """Put a LoraLinear around every target of ``model`` (changed in place). Returns the targets by module name."""
     targets = {
         name: module
@@ -141,7 +132,7 @@ def wrap(model: nn.Module, router: Router) -> dict[str, nn.Linear]:
     }
     for name, linear in targets.items():
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, LoraLinear(linear, name, router))
+        setattr(model.get_submodule(parent), leaf, LoraLinear(linear, name, router, kernels))
     return targets
 
 

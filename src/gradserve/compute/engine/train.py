@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
 from gradserve.compute.engine import losses
 from gradserve.compute.engine.attention import PackedLayout
 from gradserve.compute.engine.base import Base
+from gradserve.compute.engine.kernels import Kernels
 from gradserve.compute.engine.lora import Adapter, Route, Routing, Tensors
 from gradserve.wire.data import Array, Row, tokens_of
 from gradserve.wire.errors import Invalid
@@ -132,11 +133,11 @@ def forward_backward(
 def target_logprobs(base: Base, adapter: Adapter, packed: Packed) -> Tensor:
     """Log-probs of the targets, float32 [N, K]; differentiable where the adapter's tensors ask for it."""
     with base.routed(_whole(adapter, packed)):
-        hidden = base.hidden(packed.tokens, packed.positions, PackedLayout(packed.lengths))
+        hidden = base.hidden(packed.tokens, packed.positions, PackedLayout(packed.lengths, base.kernels))
 
     def head(part: Tensor, targets: Tensor) -> Tensor:
         with base.routed([Route(adapter, slice(0, part.shape[0]))]):
-            lp: Tensor = _TargetLogprobs.apply(base.logits(part), targets)  # type: ignore[no-untyped-call]
+            lp: Tensor = _TargetLogprobs.apply(base.logits(part), targets, base.kernels)  # type: ignore[no-untyped-call]
             return lp
 
     if hidden.shape[0] <= HEAD_POSITIONS:
@@ -151,19 +152,20 @@ class _TargetLogprobs(torch.autograd.Function):
     """log_softmax + gather with one [M, V] temporary in the backward pass instead of three."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, kernels: Kernels) -> Tensor:
         """logits [M, V], targets [M, K] -> [M, K]"""
-        total = logits.logsumexp(-1, keepdim=True)
+        total = kernels.logsumexp(logits)
         ctx.save_for_backward(logits, total, targets)
+        ctx.kernels = kernels
         return logits.gather(1, targets) - total
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """d lp_k / d logits = onehot_k - softmax"""
-        logits, total, targets = ctx.saved_tensors  # type: ignore[attr-defined]
-        out = torch.sub(logits, total).exp_()
+        logits, total, targets = ctx.saved_tensors
+        out = ctx.kernels.shares(logits, total)
         out.mul_(-grad.sum(1, keepdim=True)).scatter_add_(1, targets, grad)
-        return out, None
+        return out, None, None
 
 
 _CURE = "Look for extreme advantages, weights or log-probs, or lower the learning rate."
