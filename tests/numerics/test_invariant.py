@@ -13,7 +13,7 @@ from gradserve.compute.engine.invariant import BatchInvariant, Tiles, _agreeing
 from gradserve.compute.engine.kernels import FAST
 from gradserve.wire.ops import Sample
 from tests.models import build_tiny
-from tests.numerics.lab import Lab, ask, ids, logprobs, plain_rows, row, tokens
+from tests.numerics.lab import Floats, Lab, ask, ids, logprobs, plain_rows, row, tokens
 
 FAMILIES = ("llama", "qwen2-window", "qwen3", "mistral-window")
 """Grouped and tied heads, biases, windows shorter than the rows, head norms."""
@@ -48,7 +48,7 @@ def test_sampler_and_trainer_agree_to_the_bit(exact: Lab, name: str) -> None:
             _same_bits(exact, name, op, tokens(sequence), logprobs(sequence))
 
 
-def _same_bits(lab: Lab, name: str, op: Sample, drawn: list[int], got: np.ndarray) -> None:  # type: ignore[type-arg]
+def _same_bits(lab: Lab, name: str, op: Sample, drawn: list[int], got: Floats) -> None:
     prompt = np.frombuffer(op.prompt, "<i4")
     whole = np.concatenate([prompt, np.array(drawn, dtype=np.int32)])
     assert op.weights is not None
@@ -78,8 +78,9 @@ def test_it_is_the_same_model(exact: Lab, lab: Lab) -> None:
     ):
         np.testing.assert_allclose(got, want, atol=1e-5, rtol=0)
     slow, quick = exact.grad("qwen2-window", weights, rows), lab.grad("qwen2-window", same, rows)
-    for name, want in lab.gradient(quick).items():
-        torch.testing.assert_close(exact.gradient(slow)[name], want, atol=1e-5 * float(want.abs().max()), rtol=0)
+    for name, gradient in lab.gradient(quick).items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(exact.gradient(slow)[name], gradient, atol=1e-5 * scale, rtol=0)
 
 
 def test_a_vocabulary_that_is_no_multiple_of_16(tmp_path: Path) -> None:

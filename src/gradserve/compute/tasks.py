@@ -28,7 +28,8 @@ class BaseSpec(msgspec.Struct, frozen=True):
 class WorkerSpec(msgspec.Struct, frozen=True):
     """All a worker must know to start. ``objects`` and ``durable_objects`` are the tiers of the object store.
 
-    ``kv_cache_bytes`` bounds the sampler's cache, ``pass_tokens`` one pass.
+    ``kv_cache_bytes`` bounds the sampler's cache, ``pass_tokens`` one pass. ``device`` and ``dtype`` may be "auto";
+    see engine/machine.py. ``numerics`` is explained in engine/kernels.py.
     """
 
     id: str
@@ -38,6 +39,9 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     durable_objects: str
     kv_cache_bytes: int
     pass_tokens: int
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    numerics: Literal["fast", "batch_invariant"] = "fast"
 
 
 class InitTask(msgspec.Struct, frozen=True, tag="init"):

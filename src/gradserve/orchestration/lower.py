@@ -25,7 +25,8 @@ from gradserve.wire.ops import (
 def lower(op_id: str, body: OpBody, run: Run | None, task_tokens: int) -> Program:
     """The Program of one Op. ``run`` is the run as the Op finds it (None for a Sample).
 
-    ``task_tokens`` is the token budget of one GradTask; a row longer than the budget gets a Task of its own.
+    ``task_tokens`` is the token budget of one GradTask; a row longer than the budget gets a Task of its own
+    (so 0 cuts after every row).
     """
     return Program(op_id, _steps(op_id, body, run, task_tokens))
 

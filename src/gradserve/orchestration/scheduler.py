@@ -176,7 +176,7 @@ class Scheduler:
         try:
             body = decode_body(op.body)
             run = lane.run if lane is not None else None
-            program = lower(op.id, body, run, self._settings.task_tokens)
+            program = lower(op.id, body, run, self._settings.tokens_per_task)
             self._check_arrays(body, run)
             outcomes = await self._execute(program, lane.run.id if lane else op.scope, held)
             failed = next((outcome for outcome in outcomes if isinstance(outcome, Failed)), None)

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
-import torch
 
 from gradserve.compute.engine.arrays import Arrays
 from gradserve.compute.engine.base import Bases
 from gradserve.compute.engine.engine import Engine, TrainingTask
+from gradserve.compute.engine.machine import Machine
 from gradserve.compute.engine.memory import peak_rss_bytes
 from gradserve.compute.engine.sampler import Sampler
 from gradserve.compute.objects import ObjectStore
@@ -32,11 +32,10 @@ else:  # generic only for type checkers
     _Pipe = Connection
 
 
-def main(connection: _Pipe, spec: WorkerSpec, device: str = "cpu") -> None:
+def main(connection: _Pipe, spec: WorkerSpec) -> None:
     """Serve Tasks until the other end of ``connection`` is closed. Messages are msgpack (tasks.ToWorker)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's; it then closes the pipe
-    torch.set_num_threads(spec.threads)
-    _Worker(_Wire(connection), spec, torch.device(device)).serve()
+    _Worker(_Wire(connection), spec, Machine.of(spec)).serve()
 
 
 class _Wire:
@@ -59,14 +58,14 @@ class _Wire:
 class _Worker:
     """Two queues and a debt: how many seconds the sampler is owed before the next training Task."""
 
-    def __init__(self, wire: _Wire, spec: WorkerSpec, device: torch.device) -> None:
+    def __init__(self, wire: _Wire, spec: WorkerSpec, machine: Machine) -> None:
         self._wire = wire
         self._inbox: queue.SimpleQueue[Task] = queue.SimpleQueue()
         self._training: list[TrainingTask] = []
         self._owed_s = 0.0
-        bases = Bases(spec.bases, device)
+        bases = Bases(spec.bases, machine.device, machine.dtype, machine.kernels)
         store = ObjectStore(Path(spec.objects), Path(spec.durable_objects))
-        arrays = Arrays(store, device)
+        arrays = Arrays(store, machine.device)
         self._engine = Engine(bases, arrays)
         self._sampler = Sampler(bases, arrays, spec.kv_cache_bytes // max(1, len(spec.bases)), spec.pass_tokens)
 
