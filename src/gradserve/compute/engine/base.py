@@ -41,7 +41,7 @@ class Base:
         self.context: int = self.config.max_position_embeddings
         self._path = path
         self._model = model
-        self._router = lora.Router()
+        self._router = lora.Router(kernels, device)
         self._tokenizer: Any = None
         self._recompute = False
         self.targets: dict[str, nn.Linear] = lora.wrap(model, self._router, kernels)

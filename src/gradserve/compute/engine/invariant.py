@@ -38,6 +38,7 @@ class BatchInvariant:
     """See kernels.Kernels and the module's docstring. One per worker; CPU, float32, one thread."""
 
     key_block = KEYS
+    stacks = False
 
     def __init__(self) -> None:
         if torch.get_num_threads() != 1:

@@ -52,6 +52,8 @@ class Kernels(Protocol):
 
     key_block: int
     """Cached keys are read in blocks of so many."""
+    stacks: bool
+    """Whether adapters with few rows may share batched products."""
 
     def pad(self, rows: int) -> int:
         """How many rows a pass of ``rows`` must be filled up to."""
@@ -89,6 +91,7 @@ class Fast:
     """torch's kernels as they come."""
 
     key_block = 1
+    stacks = True
 
     def pad(self, rows: int) -> int:
         """See Kernels."""

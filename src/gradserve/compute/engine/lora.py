@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradserve.compute.engine.kernels import Kernels
+from gradserve.compute.engine.stacked import ENOUGH, SMALL, Groups, Stack
 from gradserve.wire.errors import Invalid
 from gradserve.wire.ops import LORA_ALPHA, LoraConfig
 
@@ -59,6 +60,17 @@ class Route:
     adapter: Adapter
     rows: slice | Tensor
 
+    @property
+    def count(self) -> int:
+        """How many tokens."""
+        return self.rows.stop - self.rows.start if isinstance(self.rows, slice) else len(self.rows)
+
+    def indices(self, device: torch.device) -> Tensor:
+        """int64 [count]"""
+        if isinstance(self.rows, slice):
+            return torch.arange(self.rows.start, self.rows.stop, device=device)
+        return self.rows
+
 
 Routing = list[Route]
 
@@ -87,19 +99,46 @@ def _rows(spans: list[tuple[int, int]], device: torch.device) -> slice | Tensor:
 
 
 class Router:
-    """What the wrapped layers of one base ask for the routing of the pass they are in."""
+    """What the wrapped layers of one base ask for the routing of the pass they are in.
 
-    def __init__(self) -> None:
-        self.routing: Routing = []
+    Many small groups of a pass without gradients go through a stack of their adapters (stacked.py), the other routes
+    one by one.
+    """
+
+    def __init__(self, kernels: Kernels, device: torch.device) -> None:
+        self._kernels = kernels
+        self._device = device
+        self._routing: Routing = []
+        self._groups: Groups | None = None
+        self._stack: Stack | None = None
 
     @contextmanager
     def routed(self, routing: Routing) -> Iterator[None]:
         """Passes inside the block follow ``routing``. Nests."""
-        before, self.routing = self.routing, routing
+        before = self._routing, self._groups
+        self._routing, self._groups = self._plan(routing)
         try:
             yield
         finally:
-            self.routing = before
+            self._routing, self._groups = before
+
+    def add(self, name: str, x: Tensor, y: Tensor) -> None:
+        """y += what the adapters of the pass have to say at module ``name``; x [N, in], y [N, out]."""
+        if self._groups is not None:
+            self._groups.add(name, x, y)
+        for route in self._routing:
+            pair = route.adapter.pairs.get(name)
+            if pair is not None:
+                self._kernels.add_low_rank(y, x, route.rows, *pair, route.adapter.scale)
+
+    def _plan(self, routing: Routing) -> tuple[Routing, Groups | None]:
+        small = [route for route in routing if route.count <= SMALL]
+        if torch.is_grad_enabled() or not self._kernels.stacks or len(small) < ENOUGH:
+            return routing, None
+        if self._stack is None or not self._stack.serves(small):
+            self._stack = Stack([route.adapter for route in small])
+        large = [route for route in routing if route.count > SMALL]
+        return large, Groups.of(self._stack, small, self._device)
 
 
 class LoraLinear(nn.Module):
@@ -116,10 +155,7 @@ class LoraLinear(nn.Module):
         """x [..., N, in] -> [..., N, out]; only the N axis may be longer than 1."""
         flat = x.reshape(-1, x.shape[-1])
         y = self._kernels.linear(flat, self.linear.weight, self.linear.bias)
-        for part in self._router.routing:
-            pair = part.adapter.pairs.get(self._name)
-            if pair is not None:
-                self._kernels.add_low_rank(y, flat, part.rows, *pair, part.adapter.scale)
+        self._router.add(self._name, flat, y)
         return y.view(*x.shape[:-1], -1)
 
 
