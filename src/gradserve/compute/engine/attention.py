@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -40,9 +39,7 @@ class PackedLayout:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """See Layout."""
-        qs, ks, vs = (torch.split(tensor, self._lengths, dim=1) for tensor in (q, k, v))
-        rows = zip(qs, ks, vs, strict=True)
-        return torch.cat([self._kernels.causal(*row, scale=scale, window=window) for row in rows])
+        return self._kernels.packed(q, k, v, self._lengths, scale, window)
 
 
 class Filled:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradserve.compute.catalog import ModelUnusable
-from gradserve.compute.engine.kernels import FAST, Sight, seen
+from gradserve.compute.engine.kernels import FAST, OneByOne, Sight, seen
 
 ROWS = 16
 """Passes are filled up to a multiple; also the rows of an attention tile and the smallest product tile."""
@@ -34,7 +34,7 @@ KEYS = 64
 _LOWEST = torch.finfo(torch.float32).min
 
 
-class BatchInvariant:
+class BatchInvariant(OneByOne):
     """See kernels.Kernels and the module's docstring. One per worker; CPU, float32, one thread."""
 
     key_block = KEYS

@@ -74,6 +74,13 @@ class Kernels(Protocol):
         """
         ...
 
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float, window: int | None) -> Tensor:
+        """Whole sequences of ``lengths`` one after another: q [H, N, D], k and v [Hkv, N, D] -> [N, H, D].
+
+        Each is causal and blind to the others. Differentiable.
+        """
+        ...
+
     def decode(self, q: Tensor, keys: Tensor, values: Tensor, sight: Sight, scale: float) -> Tensor:
         """One query position per sequence: q [n, Hkv, G, D], keys and values [n, Hkv, T, D] -> [n, Hkv, G, D]."""
         ...
@@ -87,7 +94,21 @@ class Kernels(Protocol):
         ...
 
 
-class Fast:
+class OneByOne:
+    """Attention over packed rows as one call per sequence, for kernels that have nothing better."""
+
+    def causal(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """See Kernels."""
+        raise NotImplementedError
+
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float, window: int | None) -> Tensor:
+        """See Kernels."""
+        qs, ks, vs = (torch.split(tensor, lengths, dim=1) for tensor in (q, k, v))
+        rows = zip(qs, ks, vs, strict=True)
+        return torch.cat([self.causal(*row, scale, window) for row in rows])
+
+
+class Fast(OneByOne):
     """torch's kernels as they come."""
 
     key_block = 1

@@ -34,7 +34,13 @@ class Machine:
             return cls(torch.device("cpu"), torch.float32, BatchInvariant())
         device = _device(spec.device)
         dtype = fastest_dtype(device) if spec.dtype == "auto" else _DTYPES[spec.dtype]
-        return cls(device, dtype, FAST)
+        return cls(device, dtype, FAST if device.type == "cpu" else _cuda_kernels())
+
+
+def _cuda_kernels() -> Kernels:
+    from gradserve.compute.engine.cuda import Cuda  # its imports would lengthen the start of every CPU worker
+
+    return Cuda()
 
 
 def _device(wanted: str) -> torch.device:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SMALL = 16
 """Rows up to which a group is stacked; larger ones fill a product of their own."""
 ENOUGH = 5
-"""Groups from which on stacking is faster. On one core: 0.9x to 1.4x with 4 groups, 1.3x to 4x with 8, 2x to 9x with 64."""
+"""Groups from which on stacking pays. One core: 0.9x to 1.4x with 4 groups, 1.3x to 4x with 8, 2x to 9x with 64."""
 
 
 class Stack:
