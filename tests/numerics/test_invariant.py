@@ -11,9 +11,10 @@ import torch
 from gradserve.compute.catalog import ModelUnusable
 from gradserve.compute.engine.invariant import BatchInvariant, Tiles, _agreeing
 from gradserve.compute.engine.kernels import FAST
+from gradserve.compute.tasks import Done, GradTask
 from gradserve.wire.ops import Sample
 from tests.models import build_tiny
-from tests.numerics.lab import Floats, Lab, ask, ids, logprobs, plain_rows, row, tokens
+from tests.numerics.lab import Floats, Lab, ask, ids, logprobs, logprobs_of, plain_rows, row, rows_of, tokens
 
 FAMILIES = ("llama", "qwen2-window", "qwen3", "mistral-window")
 """Grouped and tied heads, biases, windows shorter than the rows, head norms."""
@@ -122,11 +123,20 @@ def test_more_than_one_thread_is_refused() -> None:
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-window"])
-def test_a_gradient_does_not_depend_on_the_rows_before_it_in_memory(exact: Lab, name: str) -> None:
-    """The same row computed twice, in different company of earlier work, gives the same object."""
-    weights, (first, second) = exact.adapter(name), plain_rows(lengths=(37, 130))
-    one = exact.grad(name, weights, [first]).objects["gradient"]
-    exact.grad(name, weights, [second])
-    exact.sample([ask(name, ids(1, 9), weights, n=3)])
-    assert exact.grad(name, weights, [first]).objects["gradient"] == one
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3"])
+def test_a_gradient_does_not_depend_on_its_pass(exact: Lab, name: str) -> None:
+    """Rows of one run and of another, each a Task: in one pass, in another order, alone and after other work."""
+    mine, other = exact.adapter(name, seed=1, rank=4), exact.adapter(name, seed=2, rank=8)
+    rows = plain_rows(lengths=(37, 130, 1, 64, 16))
+    tasks = [
+        GradTask(str(index), name, other if index == 3 else mine, [part], "cross_entropy", {}, backward=True)
+        for index, part in enumerate(rows)
+    ]
+    alone = [exact.run(task) for task in tasks]
+    for outcomes in (exact.engine.run_together(tasks), exact.engine.run_together(tasks[::-1])[::-1]):
+        for got, want in zip(outcomes, alone, strict=True):
+            assert isinstance(got, Done)
+            assert got.objects == want.objects
+            assert got.rows == want.rows
+    for task, done in zip(tasks, alone, strict=True):  # the pass with a gradient gives the log-probs of one without
+        np.testing.assert_array_equal(logprobs_of(rows_of(done))[0], exact.forward(name, task.weights, task.rows)[0])

@@ -63,6 +63,11 @@ class GradTask(msgspec.Struct, frozen=True, tag="grad"):
     config: dict[str, float]
     backward: bool
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(row.length for row in self.rows)
+
 
 class ReduceTask(msgspec.Struct, frozen=True, tag="reduce"):
     """Left fold of gradients in the order given -> ``gradient``."""

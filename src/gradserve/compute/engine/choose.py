@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradserve.compute.engine.kernels import FAST, Kernels
-
 _FIRST_CANDIDATES = 1024
 """How many of the best tokens top-p looks at before it looks at more; few distributions need them all."""
 
@@ -35,9 +33,9 @@ class Chosen:
     all_logprobs: Tensor
 
 
-def choose(logits: Tensor, settings: Settings, kernels: Kernels = FAST) -> Chosen:
+def choose(logits: Tensor, settings: Settings) -> Chosen:
     """logits [B, V]. A row with a logit that is nan gets a log-prob that is nan; nothing raises."""
-    logprobs = logits - kernels.logsumexp(logits)
+    logprobs = logits.log_softmax(-1)
     warm = settings.temperature > 0
     filtered = warm & (((settings.top_k > 0) & (settings.top_k < logits.shape[1])) | (settings.top_p < 1))
     plain = warm & ~filtered

@@ -38,7 +38,7 @@ class BatchInvariant(OneByOne):
     """See kernels.Kernels and the module's docstring. One per worker; CPU, float32, one thread."""
 
     key_block = KEYS
-    stacks = False
+    groups_freely = False
 
     def __init__(self) -> None:
         if torch.get_num_threads() != 1:
@@ -84,17 +84,12 @@ class BatchInvariant(OneByOne):
             state.add(rows, k, v, visible.repeat_interleave(heads * tiles, 0)[:, None])
         return state.result().view(n, heads, tiles * ROWS, size)[:, :, :group]
 
-    def logsumexp(self, logits: Tensor) -> Tensor:
+    def exp_(self, x: Tensor) -> Tensor:
         """See Kernels."""
-        rows = logits.shape[0]
-        return F.pad(logits, (0, 0, 0, _up(rows, ROWS) - rows)).logsumexp(-1, keepdim=True)[:rows]
-
-    def shares(self, logits: Tensor, total: Tensor) -> Tensor:
-        """See Kernels."""
-        rows = logits.shape[0]
-        out = logits.new_zeros(_up(rows, ROWS), logits.shape[1])
-        torch.sub(logits, total, out=out[:rows])
-        return out.exp_()[:rows]
+        missing = -x.numel() % ROWS
+        if not missing:
+            return x.exp_()
+        return x.copy_(F.pad(x.flatten(), (0, missing)).exp_()[: x.numel()].view_as(x))
 
 
 # Products ------------------------------------------------------------------------------------------------------

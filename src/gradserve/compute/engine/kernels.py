@@ -52,8 +52,8 @@ class Kernels(Protocol):
 
     key_block: int
     """Cached keys are read in blocks of so many."""
-    stacks: bool
-    """Whether adapters with few rows may share batched products."""
+    groups_freely: bool
+    """Whether products may be grouped and fused as is fastest (stacked.py, fused.py), which moves last bits."""
 
     def pad(self, rows: int) -> int:
         """How many rows a pass of ``rows`` must be filled up to."""
@@ -85,12 +85,8 @@ class Kernels(Protocol):
         """One query position per sequence: q [n, Hkv, G, D], keys and values [n, Hkv, T, D] -> [n, Hkv, G, D]."""
         ...
 
-    def logsumexp(self, logits: Tensor) -> Tensor:
-        """[M, V] -> [M, 1]"""
-        ...
-
-    def shares(self, logits: Tensor, total: Tensor) -> Tensor:
-        """exp(logits - total), in a new tensor: the softmax, where ``total`` [M, 1] is the logsumexp."""
+    def exp_(self, x: Tensor) -> Tensor:
+        """e to the power of each element, in place. x [M, V]"""
         ...
 
 
@@ -112,7 +108,7 @@ class Fast(OneByOne):
     """torch's kernels as they come."""
 
     key_block = 1
-    stacks = True
+    groups_freely = True
 
     def pad(self, rows: int) -> int:
         """See Kernels."""
@@ -145,13 +141,9 @@ class Fast(OneByOne):
         """See Kernels. The G queries of a key head are its query positions."""
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=sight.mask, scale=scale)
 
-    def logsumexp(self, logits: Tensor) -> Tensor:
+    def exp_(self, x: Tensor) -> Tensor:
         """See Kernels."""
-        return logits.logsumexp(-1, keepdim=True)
-
-    def shares(self, logits: Tensor, total: Tensor) -> Tensor:
-        """See Kernels."""
-        return torch.sub(logits, total).exp_()
+        return x.exp_()
 
 
 FAST = Fast()

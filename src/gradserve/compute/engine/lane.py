@@ -186,9 +186,7 @@ class Lane:
         broken: dict[Request, None] = {}
         for a, b in _blocks(len(drawn), self._block):
             part = drawn[a:b]
-            chosen = choose(
-                self._logits(part, source[a:b], hidden), _settings(part, self._base.device), self._base.kernels
-            )
+            chosen = choose(self._logits(part, source[a:b], hidden), _settings(part, self._base.device))
             for sequence, logprob in zip(part, _take(part, chosen), strict=True):
                 if logprob != logprob:  # nan
                     broken[sequence.request] = None

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gradserve.compute.engine.fused import RoutedLinear
 from gradserve.compute.engine.kernels import Kernels
 from gradserve.compute.engine.stacked import ENOUGH, SMALL, Groups, Stack
 from gradserve.wire.errors import Invalid
@@ -131,9 +132,20 @@ class Router:
             if pair is not None:
                 self._kernels.add_low_rank(y, x, route.rows, *pair, route.adapter.scale)
 
+    def fusible(self, name: str, weight: Tensor) -> list[tuple[Route, tuple[Tensor, Tensor]]]:
+        """The routes of a module with their A and B, where a written-out derivative holds for all of them, else none.
+
+        It does for a frozen base and adapters of its own type whose rows lie together.
+        """
+        if not torch.is_grad_enabled() or not self._kernels.groups_freely or weight.requires_grad:
+            return []
+        found = [(route, route.adapter.pairs[name]) for route in self._routing if name in route.adapter.pairs]
+        fits = all(isinstance(route.rows, slice) and a.dtype == weight.dtype for route, (a, _) in found)
+        return found if fits else []
+
     def _plan(self, routing: Routing) -> tuple[Routing, Groups | None]:
         small = [route for route in routing if route.count <= SMALL]
-        if torch.is_grad_enabled() or not self._kernels.stacks or len(small) < ENOUGH:
+        if torch.is_grad_enabled() or not self._kernels.groups_freely or len(small) < ENOUGH:
             return routing, None
         if self._stack is None or not self._stack.serves(small):
             self._stack = Stack([route.adapter for route in small])
@@ -154,8 +166,15 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., N, in] -> [..., N, out]; only the N axis may be longer than 1."""
         flat = x.reshape(-1, x.shape[-1])
-        y = self._kernels.linear(flat, self.linear.weight, self.linear.bias)
-        self._router.add(self._name, flat, y)
+        weight, bias = self.linear.weight, self.linear.bias
+        parts = self._router.fusible(self._name, weight)
+        if parts:
+            segments = [(route.rows, route.adapter.scale) for route, _ in parts]
+            factors = [factor for _, pair in parts for factor in pair]
+            y: Tensor = RoutedLinear.apply(flat, weight, bias, segments, *factors)  # type: ignore[no-untyped-call]
+        else:
+            y = self._kernels.linear(flat, weight, bias)
+            self._router.add(self._name, flat, y)
         return y.view(*x.shape[:-1], -1)
 
 
