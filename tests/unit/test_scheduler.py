@@ -256,6 +256,19 @@ def test_a_checkpoint_is_a_folder_and_an_unwanted_overwrite_is_refused(tmp_path:
     assert world.objects.has_durable(ObjectStore.digest(b"w0"))
 
 
+def test_damaged_weights_are_not_saved(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await world.ended(await world.submit(0, CreateModel("tiny", LORA)))
+        world.objects.path(ObjectStore.digest(b"w0")).write_bytes(b"w1")
+        saved = await world.ended(await world.submit(1, SaveWeights("a", "weights")))
+        assert saved.problem is not None
+        assert (saved.problem.status, saved.problem.code) == (500, "weights.corrupt")
+        assert await world.store.get_checkpoint("t", "r", "weights", "a") is None
+
+    world = play(tmp_path, story)
+    assert not world.objects.has_durable(ObjectStore.digest(b"w0")), "nor when the server stops"
+
+
 def test_a_settlement_that_cannot_be_written_stops_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(world: World) -> None:
         async def full(settlement: Settlement) -> bool:

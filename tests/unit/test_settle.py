@@ -33,6 +33,7 @@ def test_a_metric_without_a_rule_is_an_error() -> None:
     [
         ("user", 400, "compute.refused"),
         ("out_of_memory", 500, "compute.out_of_memory"),
+        ("corrupt", 500, "weights.corrupt"),
         ("internal", 500, "compute.fault"),
     ],
 )

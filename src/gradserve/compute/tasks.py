@@ -124,7 +124,8 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     metrics: dict[str, float] = {}
 
 
-FailureKind = Literal["user", "out_of_memory", "internal"]
+FailureKind = Literal["user", "out_of_memory", "corrupt", "internal"]
+"""Whose fault: the caller's; too little memory here; an object whose bytes are not what its name says; any other."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

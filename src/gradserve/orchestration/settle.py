@@ -72,9 +72,20 @@ def problem_of(failed: Failed) -> Problem:
                 f"The worker ran out of memory ({failed.message}; its peak so far was {peak:.0f} MiB).",
                 fix="Send shorter or fewer rows, or give the server a smaller task_tokens or kv_cache_bytes.",
             )
+        case "corrupt":
+            error = weights_corrupt(failed.message)
         case "internal":
             error = ServerError("compute.fault", f"The computation failed on our side: {failed.message}")
     return error.problem()
+
+
+def weights_corrupt(what: str) -> ServerError:
+    """Stored weights, moments or gradients are not what they were when they were written."""
+    return ServerError(
+        "weights.corrupt",
+        f"Stored arrays of this run were changed or damaged ({what}); nothing was computed from them.",
+        fix="Create a training client from the last saved state.",
+    )
 
 
 def _run(context: Context) -> Run:

@@ -25,10 +25,10 @@ class Arrays:
         self._cache: OrderedDict[str, Tensors] = OrderedDict()
 
     def get(self, digest: str) -> Tensors:
-        """The tensors of an object. Raises ObjectMissing."""
+        """The tensors of an object, its bytes checked when it is first read. Raises ObjectMissing, ObjectCorrupt."""
         tensors = self._cache.get(digest)
         if tensors is None:
-            tensors = load_file(self._store.path(digest), device=str(self._device))  # maps the file
+            tensors = load_file(self._store.verified_path(digest), device=str(self._device))  # maps the file
             self._keep(digest, tensors)
         else:
             self._cache.move_to_end(digest)

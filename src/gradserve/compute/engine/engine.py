@@ -13,6 +13,7 @@ from gradserve.compute.engine.lora import init_adapter
 from gradserve.compute.engine.memory import is_out_of_memory, peak_rss_bytes
 from gradserve.compute.engine.optim import adamw_step, fold
 from gradserve.compute.engine.train import forward_backward
+from gradserve.compute.objects import ObjectCorrupt
 from gradserve.compute.tasks import (
     Done,
     Failed,
@@ -92,15 +93,17 @@ def attempt(task_id: str, compute: Callable[[], Done]) -> Outcome:
 
 
 def failure(task_id: str, error: BaseException) -> Failed:
-    """An exception as an outcome; only an internal one carries its traceback."""
+    """An exception as an outcome; one that is not the caller's carries its traceback."""
     kind = _kind(error)
-    trace = "".join(traceback.format_exception(error)) if kind == "internal" else ""
+    trace = "".join(traceback.format_exception(error)) if kind in ("internal", "corrupt") else ""
     return Failed(task_id, kind, _message(error), trace, peak_rss_bytes())
 
 
 def _kind(error: BaseException) -> FailureKind:
     if is_out_of_memory(error):
         return "out_of_memory"
+    if isinstance(error, ObjectCorrupt):
+        return "corrupt"
     return "user" if isinstance(error, UserError | ModelUnusable) else "internal"
 
 
@@ -108,4 +111,6 @@ def _message(error: BaseException) -> str:
     if isinstance(error, UserError):
         problem = error.problem()
         return problem.detail if problem.index is None else f"row {problem.index}: {problem.detail}"
+    if isinstance(error, ObjectCorrupt):
+        return f"object {error.digest} is damaged"  # where it lies is for the log: it is in the traceback
     return str(error) if isinstance(error, ModelUnusable) else f"{type(error).__name__}: {error}"

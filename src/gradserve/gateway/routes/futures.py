@@ -52,7 +52,7 @@ def _result(op: Op) -> Response:
     if op.state == "rejected":
         raise Refused(op.problem)
     category = "user" if op.problem.status < 500 else "server"
-    return answer_json({"error": op.problem.detail, "category": category})
+    return answer_json({"error": op.problem.detail, "category": category, "code": op.problem.code})
 
 
 ROUTES = [Api("POST", "/retrieve_future", retrieve_future, RetrieveFutureBody)]
