@@ -6,12 +6,15 @@ import time
 import traceback
 from collections.abc import Callable
 
+import msgspec
+
 from gradserve.compute.catalog import ModelUnusable
 from gradserve.compute.engine.arrays import Arrays
 from gradserve.compute.engine.base import Bases
 from gradserve.compute.engine.lora import init_adapter
 from gradserve.compute.engine.memory import is_out_of_memory, peak_rss_bytes
 from gradserve.compute.engine.optim import adamw_step, fold
+from gradserve.compute.engine.origin import Origin, WrongOrigin, common, require
 from gradserve.compute.engine.train import forward_backward
 from gradserve.compute.objects import ObjectCorrupt
 from gradserve.compute.tasks import (
@@ -61,22 +64,35 @@ class Engine:
         base = self._bases.get(task.base)
         weights = self._arrays.get(task.weights)
         rows, gradient = forward_backward(base, weights, task.rows, task.loss, task.config, task.backward)
+        rows = msgspec.structs.replace(rows, weights=task.weights)
         tokens = sum(row.length for row in task.rows)
         if gradient is None:
             return Done(task.id, _usage(started, prefill_tokens=tokens), rows=rows)
-        objects = {"gradient": self._arrays.put(gradient)}
+        objects = {"gradient": self._arrays.put(gradient, Origin(task.weights, task.base))}
         return Done(task.id, _usage(started, train_tokens=tokens), objects, rows)
 
     def _reduce(self, task: ReduceTask, started: int) -> Done:
+        origin = common(self._arrays.origin(digest) for digest in task.gradients)
         total = fold(self._arrays.get(digest) for digest in task.gradients)
-        return Done(task.id, _usage(started), {"gradient": self._arrays.put(total)})
+        return Done(task.id, _usage(started), {"gradient": self._arrays.put(total, origin)})
 
     def _optim(self, task: OptimTask, started: int) -> Done:
+        self._check_origins(task)
         moments = None if task.moments is None else self._arrays.get(task.moments)
         gradient = fold(self._arrays.get(digest) for digest in task.gradients)
         weights, moments, metrics = adamw_step(self._arrays.get(task.weights), moments, gradient, task.adam)
-        objects = {"weights": self._arrays.put(weights), "moments": self._arrays.put(moments)}
+        made = self._arrays.put(weights)
+        objects = {"weights": made, "moments": self._arrays.put(moments, Origin(made))}
         return Done(task.id, _usage(started), objects, metrics=metrics)
+
+    def _check_origins(self, task: OptimTask) -> None:
+        """A step takes gradients and moments of its own weights only. (Moments of older servers do not say theirs.)"""
+        for digest in task.gradients:
+            require(self._arrays.origin(digest), task.weights, f"gradient {digest}")
+        if task.moments is not None:
+            origin = self._arrays.origin(task.moments)
+            if origin is not None:
+                require(origin, task.weights, f"moments {task.moments}")
 
 
 def _usage(started: int, train_tokens: int = 0, prefill_tokens: int = 0) -> Usage:
@@ -95,7 +111,7 @@ def attempt(task_id: str, compute: Callable[[], Done]) -> Outcome:
 def failure(task_id: str, error: BaseException) -> Failed:
     """An exception as an outcome; one that is not the caller's carries its traceback."""
     kind = _kind(error)
-    trace = "".join(traceback.format_exception(error)) if kind in ("internal", "corrupt") else ""
+    trace = "".join(traceback.format_exception(error)) if kind in ("internal", "corrupt", "mismatch") else ""
     return Failed(task_id, kind, _message(error), trace, peak_rss_bytes())
 
 
@@ -104,6 +120,8 @@ def _kind(error: BaseException) -> FailureKind:
         return "out_of_memory"
     if isinstance(error, ObjectCorrupt):
         return "corrupt"
+    if isinstance(error, WrongOrigin):
+        return "mismatch"
     return "user" if isinstance(error, UserError | ModelUnusable) else "internal"
 
 
@@ -113,4 +131,4 @@ def _message(error: BaseException) -> str:
         return problem.detail if problem.index is None else f"row {problem.index}: {problem.detail}"
     if isinstance(error, ObjectCorrupt):
         return f"object {error.digest} is damaged"  # where it lies is for the log: it is in the traceback
-    return str(error) if isinstance(error, ModelUnusable) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, ModelUnusable | WrongOrigin) else f"{type(error).__name__}: {error}"
