@@ -7,6 +7,7 @@ import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gradserve.compute.checkpoints import CheckpointFolders
@@ -44,6 +45,8 @@ class ScriptedWorker:
         self.done: list[str] = []
         self.refuse: set[str] = set()
         self.slow: dict[str, asyncio.Event] = {}
+        self.used: str | None = None
+        """Weights that it uses whatever it is asked for."""
 
     async def start(self) -> None: ...
 
@@ -65,6 +68,7 @@ class ScriptedWorker:
                 return Done(task.id, usage, {"weights": self.objects.put(b"w0")})
             case GradTask():
                 rows = ForwardBackwardResult([Array("float32", (1,), b"\0" * 4) for _ in task.rows], {"loss:sum": 1.0})
+                rows = msgspec.structs.replace(rows, weights=self.used or task.weights)
                 return Done(task.id, usage, {"gradient": self.objects.put(f"g:{task.id}".encode())}, rows=rows)
             case ReduceTask():
                 for gradient in task.gradients:
@@ -254,6 +258,35 @@ def test_a_checkpoint_is_a_folder_and_an_unwanted_overwrite_is_refused(tmp_path:
     folder = tmp_path / "checkpoints" / "r" / "weights" / "a"
     assert (folder / "adapter_model.safetensors").read_bytes() == b"w0"
     assert world.objects.has_durable(ObjectStore.digest(b"w0"))
+
+
+def test_a_result_of_other_weights_is_no_result(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await world.ended(await world.submit(0, CreateModel("tiny", LORA)))
+        sound = await world.ended(await world.submit(1, forward_backward(2)))
+        assert (sound.weights, sound.version) == (ObjectStore.digest(b"w0"), 0)
+        world.worker.used = "0" * 64
+        wrong = await world.ended(await world.submit(2, forward_backward(2)))
+        assert wrong.problem is not None
+        assert (wrong.state, wrong.problem.code, wrong.result) == ("failed", "weights.mismatch", None)
+        run = await world.store.get_run("t", "r")
+        assert run is not None
+        assert [seq for seq, _ in run.gradients] == [1]
+
+    play(tmp_path, story)
+
+
+def test_damaged_weights_are_not_saved(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await world.ended(await world.submit(0, CreateModel("tiny", LORA)))
+        world.objects.path(ObjectStore.digest(b"w0")).write_bytes(b"w1")
+        saved = await world.ended(await world.submit(1, SaveWeights("a", "weights")))
+        assert saved.problem is not None
+        assert (saved.problem.status, saved.problem.code) == (500, "weights.corrupt")
+        assert await world.store.get_checkpoint("t", "r", "weights", "a") is None
+
+    world = play(tmp_path, story)
+    assert not world.objects.has_durable(ObjectStore.digest(b"w0")), "nor when the server stops"
 
 
 def test_a_settlement_that_cannot_be_written_stops_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,9 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     metrics: dict[str, float] = {}
 
 
-FailureKind = Literal["user", "out_of_memory", "internal"]
+FailureKind = Literal["user", "out_of_memory", "corrupt", "mismatch", "internal"]
+"""What went wrong: the caller's request; memory; an object whose bytes are not what its name says; an object that was
+computed from other weights than the Task's; anything else."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -11,7 +11,6 @@ that it is computed again. A client is told of a result only after it is committ
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
@@ -22,14 +21,14 @@ import msgspec
 
 from gradserve.compute.checkpoints import CheckpointFolders
 from gradserve.compute.executor import Executor, WorkerLost
-from gradserve.compute.objects import ObjectMissing, ObjectStore
+from gradserve.compute.objects import ObjectCorrupt, ObjectMissing, ObjectStore
 from gradserve.compute.tasks import Done, Failed, Outcome, Task
 from gradserve.orchestration.dispatch import AttemptsExhausted, Dispatcher
 from gradserve.orchestration.janitor import Janitor
 from gradserve.orchestration.lanes import Lane
 from gradserve.orchestration.lower import lower
 from gradserve.orchestration.program import Compute, Persist, Program
-from gradserve.orchestration.settle import Context, problem_of, settle_done, settle_failed
+from gradserve.orchestration.settle import Context, problem_of, settle_done, settle_failed, weights_corrupt
 from gradserve.settings import Settings
 from gradserve.store.base import Checkpoint, Op, Run, Settlement, Store
 from gradserve.store.wakeups import Wakeups
@@ -98,8 +97,12 @@ class Scheduler:
     async def park(self) -> None:
         """Copy all live arrays to the durable tier, so that shared memory can be given back."""
         for digest in await self._store.live_digests() | self.in_use():
-            with contextlib.suppress(ObjectMissing):
+            try:
                 await asyncio.to_thread(self._objects.persist, digest)
+            except ObjectMissing:
+                continue
+            except ObjectCorrupt as corrupt:
+                log.error("not kept over the restart: %s", corrupt)
 
     def in_use(self) -> set[str]:
         """Digests that lanes and running Programs refer to."""
@@ -181,7 +184,7 @@ class Scheduler:
             outcomes = await self._execute(program, lane.run.id if lane else op.scope, held)
             failed = next((outcome for outcome in outcomes if isinstance(outcome, Failed)), None)
             if failed is not None:
-                if failed.kind == "internal":
+                if failed.traceback:
                     log.error("task %s failed:\n%s", failed.task_id, failed.traceback)
                 return settle_failed(op, problem_of(failed), time.time())
             done = [outcome for outcome in outcomes if isinstance(outcome, Done)]
@@ -193,6 +196,9 @@ class Scheduler:
             return settlement
         except (UserError, ServerError) as error:
             return settle_failed(op, error.problem(), time.time())
+        except ObjectCorrupt as corrupt:
+            log.error("op %s failed: %s", op.id, corrupt)
+            return settle_failed(op, weights_corrupt(f"object {corrupt.digest} is damaged").problem(), time.time())
         except AttemptsExhausted as exhausted:
             return settle_failed(op, _worker_lost(exhausted), time.time())
         except OSError as error:

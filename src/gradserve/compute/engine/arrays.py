@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors import safe_open
+from safetensors.torch import save
 
 from gradserve.compute.engine.lora import Tensors
+from gradserve.compute.engine.origin import Origin
 from gradserve.compute.objects import ObjectStore
 
 CACHE_BYTES = 1 << 30
 """A mapped object that was discarded stays in memory until it leaves the cache, so this is also waste at worst."""
+
+
+class _Object(NamedTuple):
+    tensors: Tensors
+    origin: Origin | None
 
 
 class Arrays:
@@ -22,31 +30,41 @@ class Arrays:
         self._device = device
         self._limit = cache_bytes
         self._used = 0
-        self._cache: OrderedDict[str, Tensors] = OrderedDict()
+        self._cache: OrderedDict[str, _Object] = OrderedDict()
 
     def get(self, digest: str) -> Tensors:
-        """The tensors of an object. Raises ObjectMissing."""
-        tensors = self._cache.get(digest)
-        if tensors is None:
-            tensors = load_file(self._store.path(digest), device=str(self._device))  # maps the file
-            self._keep(digest, tensors)
-        else:
-            self._cache.move_to_end(digest)
-        return tensors
+        """The tensors of an object, its bytes checked when it is first read. Raises ObjectMissing, ObjectCorrupt."""
+        return self._read(digest).tensors
 
-    def put(self, tensors: Tensors) -> str:
+    def origin(self, digest: str) -> Origin | None:
+        """Which weights an object was computed from, if it says so. Raises as ``get``."""
+        return self._read(digest).origin
+
+    def put(self, tensors: Tensors, origin: Origin | None = None) -> str:
         """Write an object; returns its digest.
 
         Nothing is kept: on a CPU the file in shared memory *is* the tensors when it is read again.
         """
-        return self._store.put(save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}))
+        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        return self._store.put(save(plain, None if origin is None else origin.metadata()))
 
-    def _keep(self, digest: str, tensors: Tensors) -> None:
-        self._cache[digest] = tensors
-        self._used += _bytes(tensors)
+    def _read(self, digest: str) -> _Object:
+        found = self._cache.get(digest)
+        if found is not None:
+            self._cache.move_to_end(digest)
+            return found
+        with safe_open(self._store.verified_path(digest), framework="pt", device=str(self._device)) as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping); maps the file
+            found = _Object(tensors, Origin.of(file.metadata()))
+        self._keep(digest, found)
+        return found
+
+    def _keep(self, digest: str, found: _Object) -> None:
+        self._cache[digest] = found
+        self._used += _bytes(found.tensors)
         while self._used > self._limit and self._cache:
             _, dropped = self._cache.popitem(last=False)
-            self._used -= _bytes(dropped)
+            self._used -= _bytes(dropped.tensors)
 
 
 def _bytes(tensors: Tensors) -> int:

@@ -9,13 +9,17 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
+import msgspec
+
 from gradserve.compute.catalog import ModelUnusable
 from gradserve.compute.engine.arrays import Arrays
 from gradserve.compute.engine.base import Bases
 from gradserve.compute.engine.lora import init_adapter
 from gradserve.compute.engine.memory import is_out_of_memory, peak_rss_bytes
 from gradserve.compute.engine.optim import adamw_step, fold
+from gradserve.compute.engine.origin import Origin, WrongOrigin, common, require
 from gradserve.compute.engine.train import Computed, Job, forward_backward, prepare
+from gradserve.compute.objects import ObjectCorrupt
 from gradserve.compute.tasks import (
     Digest,
     Done,
@@ -73,18 +77,23 @@ class Engine:
             if len(tasks) == 1:
                 return {tasks[0].id: failure(tasks[0].id, error)}
             return {task.id: self.run(task) for task in tasks}
-        stored = [attempt(task.id, partial(self._store, found)) for task, found in zip(tasks, computed, strict=True)]
+        stored = [
+            attempt(task.id, partial(self._store, task, found)) for task, found in zip(tasks, computed, strict=True)
+        ]
         shares = divide(_elapsed_us(started), [task.tokens for task in tasks])
         return {
             task.id: outcome if isinstance(outcome, Failed) else _done(task, *outcome, share)
             for task, outcome, share in zip(tasks, stored, shares, strict=True)
         }
 
-    def _store(self, found: Computed | Invalid) -> tuple[ForwardBackwardResult, dict[str, Digest]]:
+    def _store(self, task: GradTask, found: Computed | Invalid) -> tuple[ForwardBackwardResult, dict[str, Digest]]:
         if isinstance(found, Invalid):
             raise found
         result, gradient = found
-        return result, {} if gradient is None else {"gradient": self._arrays.put(gradient)}
+        result = msgspec.structs.replace(result, weights=task.weights)
+        if gradient is None:
+            return result, {}
+        return result, {"gradient": self._arrays.put(gradient, Origin(task.weights, task.base))}
 
     def _run(self, task: InitTask | ReduceTask | OptimTask, started: int) -> Done:
         match task:
@@ -100,15 +109,27 @@ class Engine:
         return Done(task.id, _usage(started), {"weights": self._arrays.put(tensors)})
 
     def _reduce(self, task: ReduceTask, started: int) -> Done:
+        origin = common(self._arrays.origin(digest) for digest in task.gradients)
         total = fold(self._arrays.get(digest) for digest in task.gradients)
-        return Done(task.id, _usage(started), {"gradient": self._arrays.put(total)})
+        return Done(task.id, _usage(started), {"gradient": self._arrays.put(total, origin)})
 
     def _optim(self, task: OptimTask, started: int) -> Done:
+        self._check_origins(task)
         moments = None if task.moments is None else self._arrays.get(task.moments)
         gradient = fold(self._arrays.get(digest) for digest in task.gradients)
         weights, moments, metrics = adamw_step(self._arrays.get(task.weights), moments, gradient, task.adam)
-        objects = {"weights": self._arrays.put(weights), "moments": self._arrays.put(moments)}
+        made = self._arrays.put(weights)
+        objects = {"weights": made, "moments": self._arrays.put(moments, Origin(made))}
         return Done(task.id, _usage(started), objects, metrics=metrics)
+
+    def _check_origins(self, task: OptimTask) -> None:
+        """A step takes gradients and moments of its own weights only. (Moments of older servers do not say theirs.)"""
+        for digest in task.gradients:
+            require(self._arrays.origin(digest), task.weights, f"gradient {digest}")
+        if task.moments is not None:
+            origin = self._arrays.origin(task.moments)
+            if origin is not None:
+                require(origin, task.weights, f"moments {task.moments}")
 
 
 def divide(amount: int, weights: list[int]) -> list[int]:
@@ -143,15 +164,19 @@ def attempt(task_id: str, compute: Callable[[], Made]) -> Made | Failed:
 
 
 def failure(task_id: str, error: BaseException) -> Failed:
-    """An exception as an outcome; only an internal one carries its traceback."""
+    """An exception as an outcome; one that is not the caller's carries its traceback."""
     kind = _kind(error)
-    trace = "".join(traceback.format_exception(error)) if kind == "internal" else ""
+    trace = "".join(traceback.format_exception(error)) if kind in ("internal", "corrupt", "mismatch") else ""
     return Failed(task_id, kind, _message(error), trace, peak_rss_bytes())
 
 
 def _kind(error: BaseException) -> FailureKind:
     if is_out_of_memory(error):
         return "out_of_memory"
+    if isinstance(error, ObjectCorrupt):
+        return "corrupt"
+    if isinstance(error, WrongOrigin):
+        return "mismatch"
     return "user" if isinstance(error, UserError | ModelUnusable) else "internal"
 
 
@@ -159,4 +184,6 @@ def _message(error: BaseException) -> str:
     if isinstance(error, UserError):
         problem = error.problem()
         return problem.detail if problem.index is None else f"row {problem.index}: {problem.detail}"
-    return str(error) if isinstance(error, ModelUnusable) else f"{type(error).__name__}: {error}"
+    if isinstance(error, ObjectCorrupt):
+        return f"object {error.digest} is damaged"  # where it lies is for the log: it is in the traceback
+    return str(error) if isinstance(error, ModelUnusable | WrongOrigin) else f"{type(error).__name__}: {error}"

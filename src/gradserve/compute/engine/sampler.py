@@ -76,6 +76,8 @@ class Sampler:
             limit=max(1, min(op.params.max_tokens, base.context - len(prompt))),
             topk=min(op.topk_sample_logprobs, base.vocab),
             scores=PromptScores(op, prompt, base.vocab) if PromptScores.wanted(op) else None,
+            weights=op.weights,
+            version=op.version,
         )
         strings = tuple(string for string in op.params.stop_strings if string)
         for index in range(op.num_samples):

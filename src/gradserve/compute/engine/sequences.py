@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Request:
-    """One SampleTask. ``order`` counts requests as they came; ``limit`` is the most tokens a sequence may get."""
+    """One SampleTask. ``order`` counts requests as they came; ``limit`` is the most tokens a sequence may get.
+
+    ``weights`` and ``version`` say what ``adapter`` is, for the result.
+    """
 
     task_id: str
     order: int
@@ -34,6 +37,8 @@ class Request:
     limit: int
     topk: int
     scores: PromptScores | None
+    weights: str | None = None
+    version: int | None = None
     sequences: list[Sequence] = field(default_factory=list)
     compute_us: float = 0.0
 
@@ -55,6 +60,8 @@ class Request:
             prompt_logprobs=None if scores is None else scores.logprobs_bytes(),
             topk_prompt=None if scores is None else scores.topk(),
             target_prompt_logprobs=None if scores is None else scores.targets(),
+            weights=self.weights,
+            version=self.version,
         )
         return Done(self.task_id, usage, sample=result)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import msgspec
 from starlette.responses import FileResponse, Response
 
 from gradserve.compute.checkpoints import adapter_config
-from gradserve.compute.objects import ObjectMissing
+from gradserve.compute.objects import ObjectCorrupt, ObjectMissing
 from gradserve.gateway.answers import utc
 from gradserve.gateway.call import Api, Call, answer_json
 from gradserve.gateway.routes.checkpoints import addressed, require
@@ -44,15 +45,17 @@ async def get_file(call: Call) -> Response:
         config = msgspec.json.encode(adapter_config(checkpoint.base, checkpoint.lora))
         return Response(msgspec.json.format(config, indent=2), media_type=JSON)
     if name == WEIGHTS:
-        return _weights(call, checkpoint)
+        return await _weights(call, checkpoint)
     raise NotFound("file.unknown", f"There is no file {name!r} in {checkpoint.path}.")
 
 
-def _weights(call: Call, checkpoint: Checkpoint) -> Response:
+async def _weights(call: Call, checkpoint: Checkpoint) -> Response:
     try:
-        path = call.gateway.objects.path(checkpoint.weights)
+        path = await asyncio.to_thread(call.gateway.objects.verified_path, checkpoint.weights)
     except ObjectMissing as error:
         raise ServerError("checkpoint.lost", f"The weights of {checkpoint.path} are not on this machine.") from error
+    except ObjectCorrupt as error:
+        raise ServerError("checkpoint.corrupt", f"The stored weights of {checkpoint.path} are damaged.") from error
     return FileResponse(path, media_type="application/octet-stream", filename=WEIGHTS)
 
 

@@ -40,7 +40,7 @@ async def _ended(call: Call, request_id: str, patience_s: float) -> Op | None:
 
 def _result(op: Op) -> Response:
     if op.state == "done":
-        return Response(op.result, media_type=op.content_type or JSON)
+        return Response(op.result, headers=_provenance(op), media_type=op.content_type or JSON)
     if op.state == "expired":
         raise Gone(
             "future.expired",
@@ -52,7 +52,17 @@ def _result(op: Op) -> Response:
     if op.state == "rejected":
         raise Refused(op.problem)
     category = "user" if op.problem.status < 500 else "server"
-    return answer_json({"error": op.problem.detail, "category": category})
+    return answer_json({"error": op.problem.detail, "category": category, "code": op.problem.code})
+
+
+def _provenance(op: Op) -> dict[str, str]:
+    """Which weights a result was computed with. In headers: clients of the protocol leave those they do not know."""
+    headers = {}
+    if op.weights is not None:
+        headers["x-gradserve-weights"] = op.weights
+    if op.version is not None:
+        headers["x-gradserve-version"] = str(op.version)
+    return headers
 
 
 ROUTES = [Api("POST", "/retrieve_future", retrieve_future, RetrieveFutureBody)]
