@@ -142,7 +142,7 @@ class Plain:
             optimizer.zero_grad()
             padding = None if bool(mask.all()) else mask
             logits = self._model(input_ids=ids, attention_mask=padding, use_cache=False).logits
-            F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum").backward()
+            F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum").backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
         return step
