@@ -90,10 +90,14 @@ class OptimTask(msgspec.Struct, frozen=True, tag="optim"):
 
 
 class SampleTask(msgspec.Struct, frozen=True, tag="sample"):
-    """All samples of one request; batched in the worker with whatever else is running there."""
+    """All samples of one request; batched in the worker with whatever else is running there.
+
+    With ``stream`` the tokens are also sent as they come (Progress).
+    """
 
     id: str
     op: Sample
+    stream: bool = False
 
 
 Task = InitTask | GradTask | ReduceTask | OptimTask | SampleTask
@@ -133,9 +137,18 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     metrics: dict[str, float] = {}
 
 
-FailureKind = Literal["user", "out_of_memory", "corrupt", "mismatch", "internal"]
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """New ``tokens`` (int32) and ``logprobs`` (float32) of sample ``index`` of a streamed Task, before its Done."""
+
+    task_id: str
+    index: int
+    tokens: bytes
+    logprobs: bytes
+
+
+FailureKind = Literal["user", "out_of_memory", "corrupt", "mismatch", "internal", "cancelled"]
 """What went wrong: the caller's request; memory; an object whose bytes are not what its name says; an object that was
-computed from other weights than the Task's; anything else."""
+computed from other weights than the Task's; anything else; the client did not want it any more."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -165,5 +178,5 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 ToWorker = Task | Ping
-FromWorker = Done | Failed | Pong | Ready
+FromWorker = Done | Failed | Progress | Pong | Ready
 Outcome = Done | Failed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ from gradserve.compute.engine.attention import PackedLayout
 from gradserve.compute.engine.base import Base
 from gradserve.compute.engine.finite import all_finite
 from gradserve.compute.engine.kernels import Kernels
+from gradserve.compute.engine.logprobs import log_softmax_
 from gradserve.compute.engine.lora import Adapter, Route, Routing, Tensors, route
 from gradserve.compute.engine.packing import Packed, join, pack
 from gradserve.wire.data import Array, Row
@@ -71,7 +74,7 @@ def forward_backward(base: Base, jobs: list[Job], backward: bool) -> list[Comput
         losses_found = [_loss(job, lp) for job, lp in zip(jobs, lps, strict=True)]
         if not backward:
             return [found if isinstance(found, Invalid) else (found.result, None) for found in losses_found]
-        return _with_gradients(losses_found, weights)
+        return _with_gradients(losses_found, list(lps), weights, base.dtype)
 
 
 def target_logprobs(base: Base, routing: Routing, packed: Packed) -> Tensor:
@@ -93,17 +96,15 @@ def target_logprobs(base: Base, routing: Routing, packed: Packed) -> Tensor:
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """log_softmax and gather, in blocks that stay in the processor's cache; overwrites the logits it is given."""
+    """Log-softmax and gather; overwrites the logits it is given, twice."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, kernels: Kernels) -> Tensor:
         """logits [M, V], targets [M, K] -> [M, K]"""
-        rows = max(1, _BLOCK // logits.shape[1])
-        for block in torch.split(logits, rows):
-            block.copy_(torch.log_softmax(block, -1))
-        ctx.save_for_backward(logits, targets)
+        logprobs = log_softmax_(logits)
+        ctx.save_for_backward(logprobs, targets)
         ctx.kernels = kernels
-        return logits.gather(1, targets)
+        return logprobs.gather(1, targets)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -111,10 +112,6 @@ class _TargetLogprobs(torch.autograd.Function):
         out, targets = ctx.saved_tensors
         ctx.kernels.exp_(out).mul_(-grad.sum(1, keepdim=True)).scatter_add_(1, targets, grad)
         return out, None, None
-
-
-_BLOCK = 1 << 16
-"""Logits taken together by _TargetLogprobs: 256 KiB."""
 
 
 @dataclass(frozen=True)
@@ -133,16 +130,41 @@ def _loss(job: Job, lp: Tensor) -> _Loss | Invalid:
     return _Loss(terms.sum(), ForwardBackwardResult(_rows(job.packed, batch.lp), metrics))
 
 
-def _with_gradients(found: list[_Loss | Invalid], leaves: list[Tensors]) -> list[Computed | Invalid]:
-    sound = [(loss, mine) for loss, mine in zip(found, leaves, strict=True) if isinstance(loss, _Loss)]
+def _with_gradients(
+    found: list[_Loss | Invalid], lps: list[Tensor], leaves: list[Tensors], dtype: torch.dtype
+) -> list[Computed | Invalid]:
+    """From the losses to the log-probs, and from these, all jobs together, to the weights."""
+    sound = [part for part in zip(found, lps, leaves, strict=True) if isinstance(part[0], _Loss)]
     if not sound:
         return [loss for loss in found if isinstance(loss, Invalid)]
-    inputs = [tensor for _, mine in sound for tensor in mine.values()]
-    gradients = iter(torch.autograd.grad([loss.total for loss, _ in sound], inputs, materialize_grads=True))
+    totals, outputs = [loss.total for loss, _, _ in sound if isinstance(loss, _Loss)], [lp for _, lp, _ in sound]
+    cotangents = torch.autograd.grad(totals, outputs, materialize_grads=True)
+    scales = [_scale(cotangent, dtype) for cotangent in cotangents]
+    inputs = [tensor for _, _, mine in sound for tensor in mine.values()]
+    scaled = [cotangent * scale for cotangent, scale in zip(cotangents, scales, strict=True)]
+    gradients = iter(torch.autograd.grad(outputs, inputs, scaled, materialize_grads=True))
+    unscale = iter(scales)
     return [
-        loss if isinstance(loss, Invalid) else _checked(loss, {name: next(gradients) for name in mine})
+        loss if isinstance(loss, Invalid) else _checked(loss, _own(mine, gradients, next(unscale)))
         for loss, mine in zip(found, leaves, strict=True)
     ]
+
+
+def _own(leaves: Tensors, gradients: Iterator[Tensor], scale: float) -> Tensors:
+    return {name: next(gradients) / scale if scale != 1 else next(gradients) for name in leaves}
+
+
+_HALF_TARGET = 64.0
+"""How large the largest cotangent of a log-prob enters a float16 model: far from 65504, its largest number, and as far
+as that allows from 6e-8, its smallest."""
+
+
+def _scale(cotangent: Tensor, dtype: torch.dtype) -> float:
+    """A power of two by which a job's cotangents [n, K] are multiplied on their way through a float16 model."""
+    largest = float(cotangent.abs().max()) if dtype == torch.float16 else 0.0
+    if not 0 < largest < float("inf"):
+        return 1.0
+    return 2.0 ** math.floor(math.log2(_HALF_TARGET / largest))
 
 
 def _checked(loss: _Loss, gradient: Tensors) -> Computed | Invalid:
