@@ -81,10 +81,14 @@ class OptimTask(msgspec.Struct, frozen=True, tag="optim"):
 
 
 class SampleTask(msgspec.Struct, frozen=True, tag="sample"):
-    """All samples of one request; batched in the worker with whatever else is running there."""
+    """All samples of one request; batched in the worker with whatever else is running there.
+
+    With ``stream`` the worker also sends Progress, before the outcome.
+    """
 
     id: str
     op: Sample
+    stream: bool = False
 
 
 Task = InitTask | GradTask | ReduceTask | OptimTask | SampleTask
@@ -124,9 +128,9 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     metrics: dict[str, float] = {}
 
 
-FailureKind = Literal["user", "out_of_memory", "corrupt", "mismatch", "internal"]
+FailureKind = Literal["user", "out_of_memory", "corrupt", "mismatch", "cancelled", "internal"]
 """What went wrong: the caller's request; memory; an object whose bytes are not what its name says; an object that was
-computed from other weights than the Task's; anything else."""
+computed from other weights than the Task's; nothing, it was told to stop; anything else."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -137,6 +141,21 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
     traceback: str = ""
     peak_rss_bytes: int = 0
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Forget a SampleTask. Answered by its outcome, Failed ("cancelled"); not at all when it had ended before."""
+
+    task_id: str
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """New tokens of sequence ``index`` of a streamed SampleTask: int32 [n], with float32 log-probs [n]."""
+
+    task_id: str
+    index: int
+    tokens: bytes
+    logprobs: bytes
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
@@ -155,6 +174,6 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     pid: int
 
 
-ToWorker = Task | Ping
-FromWorker = Done | Failed | Pong | Ready
+ToWorker = Task | Cancel | Ping
+FromWorker = Done | Failed | Progress | Pong | Ready
 Outcome = Done | Failed

@@ -54,6 +54,11 @@ class Lane:
         """Queue a request."""
         self._stems.append(Stem(request, request.prompt, list(request.sequences), draws=True))
 
+    def cancel(self, task_id: str) -> bool:
+        """Forget a request; False when there is none of that Task. Only between two passes."""
+        requests = [row.request for row in self._kv.rows()] + [stem.request for stem in self._stems]
+        return bool(self._drop(request for request in requests if request.task_id == task_id))
+
     @torch.no_grad()
     def step(self) -> list[Ended]:
         """One pass. Returns the requests that it ended; an error fails all requests that the pass was about."""

@@ -14,7 +14,7 @@ from gradserve.compute.engine.lora import Adapter
 from gradserve.compute.engine.prompts import PromptScores
 from gradserve.compute.engine.sequences import Request, Sequence
 from gradserve.compute.engine.stops import TextStops
-from gradserve.compute.tasks import Outcome, SampleTask
+from gradserve.compute.tasks import Failed, Outcome, SampleTask
 from gradserve.wire.errors import Invalid
 from gradserve.wire.ops import Sample
 
@@ -50,6 +50,12 @@ class Sampler:
             self._lanes[task.op.base].add(request)
         except Exception as error:
             self._refused.append(failure(task.id, error))
+
+    def cancel(self, task_id: str) -> Outcome | None:
+        """Forget a Task that has not ended and free what it holds; its outcome, or None when there is no such Task."""
+        if any(lane.cancel(task_id) for lane in self._lanes.values()):
+            return Failed(task_id, "cancelled", "the request was cancelled")
+        return None
 
     def step(self) -> list[Outcome]:
         """One pass of the lane whose turn it is."""
