@@ -178,6 +178,24 @@ def test_a_cancelled_sample_ends_at_once_and_others_go_on(tmp_path: Path, tiny_m
     run_with(executor, scenario)
 
 
+def test_a_streamed_sample_is_told_in_parts(tmp_path: Path, tiny_models: dict[str, str]) -> None:
+    executor = LocalExecutor([spec(tmp_path, tiny_models)])
+    told: list[Progress] = []
+
+    async def scenario() -> None:
+        op = Sample("tiny", None, as_tokens([40]), 2, SamplingParams(6, seed=1))
+        outcome = await executor.run("w", SampleTask("a", op, stream=True), told.append)
+        assert isinstance(outcome, Done)
+        assert outcome.sample is not None
+        for index, sequence in enumerate(outcome.sample.sequences):
+            parts = [report for report in told if report.index == index]
+            assert len(parts) > 1
+            assert b"".join(report.tokens for report in parts) == sequence.tokens
+            assert b"".join(report.logprobs for report in parts) == sequence.logprobs
+
+    run_with(executor, scenario)
+
+
 def _streaming_child(pipe: Any, spec: bytes) -> None:
     """A worker without a model: a streamed sample gives tokens 1, 2, 3 of two sequences, then its outcome."""
     pipe.send_bytes(msgspec.msgpack.encode(Ready(os.getpid())))

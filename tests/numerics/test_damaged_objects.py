@@ -33,8 +33,9 @@ class Process:
             return self.engine.run(task)
         self.sampler.add(task)
         while True:
-            for outcome in self.sampler.step():
-                return outcome
+            for message in self.sampler.step():
+                assert isinstance(message, Done | Failed)
+                return message
 
 
 class State:

@@ -83,7 +83,7 @@ class OptimTask(msgspec.Struct, frozen=True, tag="optim"):
 class SampleTask(msgspec.Struct, frozen=True, tag="sample"):
     """All samples of one request; batched in the worker with whatever else is running there.
 
-    With ``stream`` the worker also sends Progress, before the outcome.
+    With ``stream`` the tokens are also sent as they come (Progress).
     """
 
     id: str
