@@ -12,7 +12,7 @@ from gradserve.compute.engine.arrays import Arrays
 from gradserve.compute.engine.engine import Engine, TrainingTask
 from gradserve.compute.engine.sampler import Sampler
 from gradserve.compute.objects import ObjectStore
-from gradserve.compute.tasks import Done, Failed, GradTask, OptimTask, Outcome, Progress, ReduceTask, SampleTask
+from gradserve.compute.tasks import Done, Failed, GradTask, OptimTask, Outcome, ReduceTask, SampleTask
 from gradserve.wire.ops import AdamParams
 from tests.numerics.lab import CPU, Lab, ask, ids, plain_rows
 
@@ -33,9 +33,9 @@ class Process:
             return self.engine.run(task)
         self.sampler.add(task)
         while True:
-            for outcome in self.sampler.step():
-                assert not isinstance(outcome, Progress)
-                return outcome
+            for message in self.sampler.step():
+                assert isinstance(message, Done | Failed)
+                return message
 
 
 class State:

@@ -137,18 +137,9 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     metrics: dict[str, float] = {}
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """New ``tokens`` (int32) and ``logprobs`` (float32) of sample ``index`` of a streamed Task, before its Done."""
-
-    task_id: str
-    index: int
-    tokens: bytes
-    logprobs: bytes
-
-
-FailureKind = Literal["user", "out_of_memory", "corrupt", "mismatch", "internal", "cancelled"]
+FailureKind = Literal["user", "out_of_memory", "corrupt", "mismatch", "cancelled", "internal"]
 """What went wrong: the caller's request; memory; an object whose bytes are not what its name says; an object that was
-computed from other weights than the Task's; anything else; the client did not want it any more."""
+computed from other weights than the Task's; nothing, it was told to stop; anything else."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -159,6 +150,21 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
     traceback: str = ""
     peak_rss_bytes: int = 0
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Forget a SampleTask. Answered by its outcome, Failed ("cancelled"); not at all when it had ended before."""
+
+    task_id: str
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """New tokens of sequence ``index`` of a streamed SampleTask: int32 [n], with float32 log-probs [n]."""
+
+    task_id: str
+    index: int
+    tokens: bytes
+    logprobs: bytes
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
@@ -177,6 +183,6 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     pid: int
 
 
-ToWorker = Task | Ping
+ToWorker = Task | Cancel | Ping
 FromWorker = Done | Failed | Progress | Pong | Ready
 Outcome = Done | Failed

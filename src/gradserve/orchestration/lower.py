@@ -31,10 +31,15 @@ def lower(op_id: str, body: OpBody, run: Run | None, task_tokens: int) -> Progra
     return Program(op_id, _steps(op_id, body, run, task_tokens))
 
 
+def sample_task_id(op_id: str) -> str:
+    """The id of the one Task of a Sample."""
+    return f"{op_id}/0"
+
+
 def _steps(op_id: str, body: OpBody, run: Run | None, task_tokens: int) -> tuple[Step, ...]:
     match body:
         case Sample():
-            return (Compute(SampleTask(f"{op_id}/0", body)),)
+            return (Compute(SampleTask(sample_task_id(op_id), body)),)
         case CreateModel():
             return (Compute(InitTask(f"{op_id}/0", body.base, body.lora)),)
         case ForwardBackward():

@@ -12,7 +12,7 @@ from gradserve.orchestration.meter import ledger_line
 from gradserve.settings import PriceSheet
 from gradserve.store.base import Checkpoint, Op, Run, RunUpdate, SamplingSession, Settlement
 from gradserve.wire import codec
-from gradserve.wire.errors import GradserveError, Problem, ServerError, UserError
+from gradserve.wire.errors import Gone, GradserveError, Problem, ServerError, UserError
 from gradserve.wire.ops import (
     CreateModel,
     ForwardBackward,
@@ -76,6 +76,8 @@ def problem_of(failed: Failed) -> Problem:
             error = weights_corrupt(failed.message)
         case "mismatch":
             error = weights_mismatch(failed.message)
+        case "cancelled":
+            return cancelled()
         case "internal":
             error = ServerError("compute.fault", f"The computation failed on our side: {failed.message}")
     return error.problem()
@@ -88,6 +90,11 @@ def weights_corrupt(what: str) -> ServerError:
         f"Stored arrays of this run were changed or damaged ({what}); nothing was computed from them.",
         fix="Create a training client from the last saved state.",
     )
+
+
+def cancelled() -> Problem:
+    """What the future of a cancelled Op answers."""
+    return Gone("op.cancelled", "The request was cancelled; nothing is charged for it.").problem()
 
 
 def weights_mismatch(what: str) -> ServerError:

@@ -226,7 +226,6 @@ def test_system(gate: Gate) -> None:
         ("POST", "auth/token"),
         ("POST", "create_custom_loss"),
         ("POST", "retrieve_futures"),
-        ("POST", "cancel_future"),
         ("POST", "copy_weights"),
         ("PUT", "sessions/s/project"),
         ("GET", "sessions/s/trace_export"),

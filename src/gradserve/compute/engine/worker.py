@@ -24,7 +24,7 @@ from gradserve.compute.engine.machine import Machine
 from gradserve.compute.engine.memory import peak_rss_bytes
 from gradserve.compute.engine.sampler import Sampler
 from gradserve.compute.objects import ObjectStore
-from gradserve.compute.tasks import FromWorker, Ping, Pong, Ready, SampleTask, Task, ToWorker, WorkerSpec
+from gradserve.compute.tasks import Cancel, FromWorker, Ping, Pong, Ready, SampleTask, Task, ToWorker, WorkerSpec
 
 if TYPE_CHECKING:
     _Pipe: TypeAlias = Connection[Any, Any]
@@ -60,7 +60,7 @@ class _Worker:
 
     def __init__(self, wire: _Wire, spec: WorkerSpec, machine: Machine) -> None:
         self._wire = wire
-        self._inbox: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Task | Cancel] = queue.SimpleQueue()
         self._training: list[TrainingTask] = []
         self._owed_s = 0.0
         bases = Bases(spec.bases, machine.device, machine.dtype, machine.kernels)
@@ -94,14 +94,22 @@ class _Worker:
         idle = not self._training and not self._sampler.busy
         try:
             while True:
-                task = self._inbox.get(block=idle)
+                message = self._inbox.get(block=idle)
                 idle = False
-                if isinstance(task, SampleTask):
-                    self._sampler.add(task)
-                else:
-                    self._training.append(task)
+                match message:
+                    case SampleTask():
+                        self._sampler.add(message)
+                    case Cancel(task_id=task_id):
+                        self._cancel(task_id)
+                    case _:
+                        self._training.append(message)
         except queue.Empty:
             return
+
+    def _cancel(self, task_id: str) -> None:
+        outcome = self._sampler.cancel(task_id)
+        if outcome is not None:
+            self._wire.send(outcome)
 
     def _advance(self) -> None:
         """One training Task or one sampling pass."""
