@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import torch
-from safetensors.torch import load_file, save
 
+from gradserve.compute.engine import tensorfile
 from gradserve.compute.engine.lora import Tensors
 from gradserve.compute.objects import ObjectStore
 
@@ -28,7 +28,7 @@ class Arrays:
         """The tensors of an object. Raises ObjectMissing."""
         tensors = self._cache.get(digest)
         if tensors is None:
-            tensors = load_file(self._store.path(digest), device=str(self._device))  # maps the file
+            tensors = tensorfile.load(self._store.path(digest), self._device)
             self._keep(digest, tensors)
         else:
             self._cache.move_to_end(digest)
@@ -39,7 +39,7 @@ class Arrays:
 
         Nothing is kept: on a CPU the file in shared memory *is* the tensors when it is read again.
         """
-        return self._store.put(save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}))
+        return self._store.put(tensorfile.dump(tensors))
 
     def _keep(self, digest: str, tensors: Tensors) -> None:
         self._cache[digest] = tensors

@@ -56,10 +56,12 @@ def forward_backward(base: Base, jobs: list[Job], backward: bool) -> list[Comput
     A job whose loss or gradient is not finite gets an Invalid and leaves the others as they are: no operation of a
     pass mixes rows of two sequences, and a broken loss takes no part in the backward pass.
     """
-    # Leaves of its own for each job, also where two have the same weights: their gradients must not be mixed.
+    # Each job has leaves and a segment of its own, also where two have the same weights: their gradients must not be
+    # mixed, and a product over more rows may be computed by another kernel, with other last bits.
     weights = [_leaves(job.weights) if backward else job.weights for job in jobs]
     packed = join([job.packed for job in jobs])
-    routing = _routing(weights, jobs)
+    segments = [(Adapter.of(own), job.packed.count) for own, job in zip(weights, jobs, strict=True)]
+    routing = route(list(segments), base.device)
     # The routing must hold during the backward pass too: recomputed layers ask for it again.
     with (
         torch.set_grad_enabled(backward),
@@ -154,13 +156,6 @@ _CURE = "Look for extreme advantages, weights or log-probs, or lower the learnin
 
 def _leaves(weights: Tensors) -> Tensors:
     return {name: tensor.detach().requires_grad_() for name, tensor in weights.items()}
-
-
-def _routing(weights: list[Tensors], jobs: list[Job]) -> Routing:
-    """One segment per adapter: neighbours with the very same tensors share it."""
-    adapters = {id(tensors): Adapter.of(tensors) for tensors in weights}
-    runs = [(adapters[id(tensors)], job.packed.count) for tensors, job in zip(weights, jobs, strict=True)]
-    return route(list(runs), jobs[0].packed.tokens.device)
 
 
 def _clip(routing: Routing, start: int, stop: int) -> Routing:
