@@ -77,20 +77,37 @@ def forward_backward(base: Base, jobs: list[Job], backward: bool) -> list[Comput
 
 def target_logprobs(base: Base, routing: Routing, packed: Packed) -> Tensor:
     """Log-probs of the targets, float32 [N, K]; differentiable where the adapters' tensors ask for it."""
-    hidden = base.hidden(packed.tokens, packed.positions, PackedLayout(packed.lengths))
+    filled = _filled(packed)
+    hidden = base.hidden(filled.tokens, filled.positions, PackedLayout(filled.lengths))
 
     def head(start: int, part: Tensor, targets: Tensor) -> Tensor:
         with base.routed(_clip(routing, start, start + part.shape[0])):
             lp: Tensor = _TargetLogprobs.apply(base.logits(part), targets)  # type: ignore[no-untyped-call]
             return lp
 
-    if hidden.shape[0] <= HEAD_POSITIONS:
-        return head(0, hidden, packed.targets)
-    starts = range(0, hidden.shape[0], HEAD_POSITIONS)
+    if packed.count <= HEAD_POSITIONS:
+        return head(0, hidden, filled.targets)[: packed.count]
+    starts = range(0, packed.count, HEAD_POSITIONS)
     pieces = zip(starts, torch.split(hidden, HEAD_POSITIONS), torch.split(packed.targets, HEAD_POSITIONS), strict=True)
     if not torch.is_grad_enabled():
         return torch.cat([head(*piece) for piece in pieces])
     return torch.cat([checkpoint(head, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces])
+
+
+MIN_ROWS = 16
+"""With fewer rows a matrix product is computed by other kernels, with other last bits (measured: MKL, one thread)."""
+
+
+def _filled(packed: Packed) -> Packed:
+    """A pass of a few tokens gets a meaningless sequence beside them, so that a Task of a few tokens gives the same
+    bits alone and among others. The rows of the fill belong to no job: no adapter, no loss, no gradient."""
+    missing = MIN_ROWS - packed.count
+    if missing <= 0:
+        return packed
+    zeros = packed.tokens.new_zeros(missing)
+    width = packed.targets.shape[1]
+    fill = Packed(zeros, torch.arange(missing, device=zeros.device), zeros[:, None].expand(-1, width), {}, [missing], [])
+    return join([packed, fill])
 
 
 class _TargetLogprobs(torch.autograd.Function):
