@@ -138,6 +138,7 @@ def _worker_specs(settings: Settings, catalog: Catalog) -> list[WorkerSpec]:
             device=settings.device,
             dtype=settings.dtype,
             numerics=settings.numerics,
+            merge_tokens=settings.merge_tokens,
         )
         for number in range(settings.workers)
     ]

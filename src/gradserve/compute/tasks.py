@@ -28,8 +28,9 @@ class BaseSpec(msgspec.Struct, frozen=True):
 class WorkerSpec(msgspec.Struct, frozen=True):
     """All a worker must know to start. ``objects`` and ``durable_objects`` are the tiers of the object store.
 
-    ``kv_cache_bytes`` bounds the sampler's cache, ``pass_tokens`` one pass. ``device`` and ``dtype`` may be "auto";
-    see engine/machine.py. ``numerics`` is explained in engine/kernels.py.
+    ``kv_cache_bytes`` bounds the sampler's cache, ``pass_tokens`` one sampling pass. GradTasks share a training pass
+    up to ``merge_tokens``. ``device`` and ``dtype`` may be "auto"; see engine/machine.py. ``numerics`` is explained in
+    engine/kernels.py.
     """
 
     id: str
@@ -42,6 +43,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     numerics: Literal["fast", "batch_invariant"] = "fast"
+    merge_tokens: int = 512
 
 
 class InitTask(msgspec.Struct, frozen=True, tag="init"):

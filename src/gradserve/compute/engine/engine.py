@@ -59,8 +59,7 @@ class Engine:
         """
         started = time.perf_counter_ns()
         prepared = {task.id: attempt(task.id, partial(self._prepare, task)) for task in tasks}
-        # Sorted, so that a forward pass through one adapter is one segment.
-        ready = sorted((t for t in tasks if isinstance(prepared[t.id], Job)), key=lambda task: task.weights)
+        ready = [task for task in tasks if isinstance(prepared[task.id], Job)]
         jobs = [job for job in (prepared[task.id] for task in ready) if isinstance(job, Job)]
         done = self._pass(ready, jobs, started) if ready else {}
         outcomes = prepared | done

@@ -60,10 +60,12 @@ def forward_backward(base: Base, jobs: list[Job], backward: bool) -> list[Comput
     A job whose loss or gradient is not finite gets an Invalid and leaves the others as they are: no operation of a
     pass mixes rows of two sequences, and a broken loss takes no part in the backward pass.
     """
-    # Leaves of its own for each job, also where two have the same weights: their gradients must not be mixed.
+    # Each job has leaves and a segment of its own, also where two have the same weights: their gradients must not be
+    # mixed, and a product over more rows may be computed by another kernel, with other last bits.
     weights = [_leaves(job.weights) if backward else job.weights for job in jobs]
     packed = join([job.packed for job in jobs])
-    routing = _routing(weights, jobs)
+    segments = [(Adapter.of(own), job.packed.count) for own, job in zip(weights, jobs, strict=True)]
+    routing = route(list(segments), base.device)
     # The routing must hold during the backward pass too: recomputed layers ask for it again.
     with (
         torch.set_grad_enabled(backward),
@@ -79,20 +81,39 @@ def forward_backward(base: Base, jobs: list[Job], backward: bool) -> list[Comput
 
 def target_logprobs(base: Base, routing: Routing, packed: Packed) -> Tensor:
     """Log-probs of the targets, float32 [N, K]; differentiable where the adapters' tensors ask for it."""
-    hidden = base.hidden(packed.tokens, packed.positions, PackedLayout(packed.lengths, base.kernels))
+    filled = _filled(packed)
+    hidden = base.hidden(filled.tokens, filled.positions, PackedLayout(filled.lengths, base.kernels))
 
     def head(start: int, part: Tensor, targets: Tensor) -> Tensor:
         with base.routed(_clip(routing, start, start + part.shape[0])):
             lp: Tensor = _TargetLogprobs.apply(base.logits(part), targets, base.kernels)  # type: ignore[no-untyped-call]
             return lp
 
-    if hidden.shape[0] <= HEAD_POSITIONS:
-        return head(0, hidden, packed.targets)
-    starts = range(0, hidden.shape[0], HEAD_POSITIONS)
+    if packed.count <= HEAD_POSITIONS:
+        return head(0, hidden, filled.targets)[: packed.count]
+    starts = range(0, packed.count, HEAD_POSITIONS)
     pieces = zip(starts, torch.split(hidden, HEAD_POSITIONS), torch.split(packed.targets, HEAD_POSITIONS), strict=True)
     if not torch.is_grad_enabled():
         return torch.cat([head(*piece) for piece in pieces])
     return torch.cat([checkpoint(head, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces])
+
+
+MIN_ROWS = 16
+"""With fewer rows a matrix product is computed by other kernels, with other last bits (measured: MKL, one thread)."""
+
+
+def _filled(packed: Packed) -> Packed:
+    """A pass of a few tokens gets a meaningless sequence beside them, so that a Task of a few tokens gives the same
+    bits alone and among others. The rows of the fill belong to no job: no adapter, no loss, no gradient."""
+    missing = MIN_ROWS - packed.count
+    if missing <= 0:
+        return packed
+    zeros = packed.tokens.new_zeros(missing)
+    width = packed.targets.shape[1]
+    fill = Packed(
+        zeros, torch.arange(missing, device=zeros.device), zeros[:, None].expand(-1, width), {}, [missing], []
+    )
+    return join([packed, fill])
 
 
 class _TargetLogprobs(torch.autograd.Function):
@@ -178,13 +199,6 @@ _CURE = "Look for extreme advantages, weights or log-probs, or lower the learnin
 
 def _leaves(weights: Tensors) -> Tensors:
     return {name: tensor.detach().requires_grad_() for name, tensor in weights.items()}
-
-
-def _routing(weights: list[Tensors], jobs: list[Job]) -> Routing:
-    """One segment per adapter: neighbours with the very same tensors share it."""
-    adapters = {id(tensors): Adapter.of(tensors) for tensors in weights}
-    runs = [(adapters[id(tensors)], job.packed.count) for tensors, job in zip(weights, jobs, strict=True)]
-    return route(list(runs), jobs[0].packed.tokens.device)
 
 
 def _clip(routing: Routing, start: int, stop: int) -> Routing:
