@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from gradserve.compute.catalog import read_facts
+from gradserve.compute.engine.invariant import BatchInvariant
 from tests.numerics.lab import Lab, ask, logprobs, row, tokens
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
-SAMPLER_TRAINER_ATOL = 1e-4
-"""On a real model of 30 layers, float32, with an adapter that perturbs it strongly."""
+SAMPLER_TRAINER_ATOL = 5e-5
+"""On a real model of 30 layers, float32, with an adapter that perturbs it strongly. Seen: up to 3.4e-5."""
 
 
 @pytest.mark.slow
@@ -40,13 +41,15 @@ def test_a_converted_model_answers(tmp_path: Path) -> None:
     (result,) = lab.sample([ask("smol", prompt[0], temperature=0.0, max_tokens=20, stop_tokens=(2,))])
     assert "Paris" in tokenizer.decode(tokens(result.sequences[0]))
     assert result.sequences[0].stopped
-    assert_trainer_agrees(lab, prompt[0].astype(np.int32))
+    assert_trainer_agrees(lab, prompt[0].astype(np.int32), SAMPLER_TRAINER_ATOL)
+    exact = Lab(tmp_path / "objects", {"smol": out}, kernels=BatchInvariant())
+    assert_trainer_agrees(exact, prompt[0].astype(np.int32), 0)
 
 
-def assert_trainer_agrees(lab: Lab, prompt: NDArray[np.int32]) -> None:
+def assert_trainer_agrees(lab: Lab, prompt: NDArray[np.int32], atol: float) -> None:
     weights = lab.adapter("smol", rank=8)
     (result,) = lab.sample([ask("smol", prompt, weights, n=4, max_tokens=24)])
     for sequence in result.sequences:
         whole = np.concatenate([prompt, np.array(tokens(sequence), dtype=np.int32)])
         trained = lab.forward("smol", weights, [row(whole)])[0][len(prompt) - 1 : -1]
-        np.testing.assert_allclose(logprobs(sequence), trained, atol=SAMPLER_TRAINER_ATOL, rtol=0)
+        np.testing.assert_allclose(logprobs(sequence), trained, atol=atol, rtol=0)
