@@ -135,6 +135,7 @@ def _worker_specs(settings: Settings, catalog: Catalog) -> list[WorkerSpec]:
             durable_objects=str(Paths(settings.data_dir).objects),
             kv_cache_bytes=settings.kv_cache_bytes,
             pass_tokens=settings.pass_tokens,
+            merge_tokens=settings.merge_tokens,
         )
         for number in range(settings.workers)
     ]

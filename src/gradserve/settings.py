@@ -79,6 +79,7 @@ class Settings(BaseSettings):
     workers: int = Field(1, ge=1)
     worker_threads: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1)
     task_tokens: int = Field(1024, ge=1, description="token budget of one training Task")
+    merge_tokens: int = Field(512, ge=1, description="training Tasks share a pass up to so many tokens")
     pass_tokens: int = Field(1024, ge=1, description="token budget of one sampling pass")
     kv_cache_bytes: int = Field(2 << 30, ge=1 << 20)
     task_attempts: int = Field(3, ge=1, description="worker deaths an Op survives")

@@ -101,7 +101,8 @@ def test_a_ping_is_answered_during_work_and_neither_kind_of_work_starves(remote:
     weights = remote.ask(InitTask("i", "llama", LoraConfig(4, 0))).objects["weights"]
     trains, samples = 12, 6
     for index in range(trains):
-        remote.send(GradTask(f"g{index}", "llama", weights, plain_rows(index), "cross_entropy", {}, backward=True))
+        rows = plain_rows(index, (150, 150))  # too long to share a pass
+        remote.send(GradTask(f"g{index}", "llama", weights, rows, "cross_entropy", {}, backward=True))
     for index in range(samples):
         remote.send(SampleTask(f"s{index}", ask("llama", ids(index, 20), n=16, max_tokens=20 + 30 * index)))
     sent = time.monotonic()
@@ -120,3 +121,24 @@ def test_a_ping_is_answered_during_work_and_neither_kind_of_work_starves(remote:
     assert "s" in kinds[: kinds.index("g") + trains]
     assert [name for name in order if name[0] == "g"] == [f"g{index}" for index in range(trains)]
     assert kinds.index("g") < len(kinds) - 1 - kinds[::-1].index("s")
+
+
+def test_small_tasks_that_wait_share_a_pass_and_get_what_they_get_alone(remote: Remote) -> None:
+    """Time is divided by tokens within a pass, so Tasks of one pass that are equally long took equally long."""
+    assert isinstance(remote.receive(), Ready)
+    weights = [remote.ask(InitTask(f"i{n}", "llama", LoraConfig(2 + n, n))).objects["weights"] for n in range(6)]
+    tasks = [
+        GradTask(f"g{n}", "llama", digest, plain_rows(n, (16, 20)), "cross_entropy", {}, backward=True)
+        for n, digest in enumerate(weights)
+    ]
+    alone = [remote.ask(task) for task in tasks]
+    remote.send(GradTask("first", "llama", weights[0], plain_rows(9, (200, 200, 200)), "cross_entropy", {}, True))
+    for task in tasks:  # they arrive while the worker is at the first
+        remote.send(task)
+    assert remote.receive().task_id == "first"
+    together = [remote.receive() for _ in tasks]
+    for one, other in zip(together, alone, strict=True):
+        assert (one.task_id, one.objects, one.rows) == (other.task_id, other.objects, other.rows)
+        assert one.usage.train_tokens == 36
+    times = [one.usage.compute_us for one in together]
+    assert max(times) - min(times) <= 1, f"they did not share a pass: {times}"

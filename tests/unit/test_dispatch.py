@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from gradserve.compute.executor import ExitReason, WorkerLost, WorkerState
-from gradserve.compute.tasks import Done, Failed, Outcome, Progress, ReduceTask, SampleTask, Task, Usage
+from gradserve.compute.tasks import Done, Failed, GradTask, Outcome, Progress, ReduceTask, SampleTask, Task, Usage
 from gradserve.orchestration.dispatch import AttemptsExhausted, Dispatcher, TaskCancelled
 from gradserve.orchestration.streams import TokenStream
-from gradserve.wire.data import as_tokens
+from gradserve.wire.data import Row, as_tokens
 from gradserve.wire.ops import Sample, SamplingParams
 
 LOST = ExitReason("signal", "ended by signal SIGKILL", -9)
@@ -55,6 +55,11 @@ class FakeExecutor:
         worker, future = self.running.pop(task_id)
         future.set_exception(WorkerLost(worker, LOST))
 
+    def kill(self, worker: str) -> None:
+        """The worker dies with all that it holds."""
+        for task_id in [task_id for task_id, (where, _) in self.running.items() if where == worker]:
+            self.lose(task_id)
+
 
 async def settle_down() -> None:
     for _ in range(10):
@@ -69,13 +74,17 @@ def sample(name: str, count: int = 1) -> SampleTask:
     return SampleTask(name, Sample("tiny", None, as_tokens([1]), count, SamplingParams(4, seed=0)))
 
 
+def grad(name: str, tokens: int) -> Task:
+    return GradTask(name, "base", "weights", [Row(bytes(4 * tokens), {})], "cross_entropy", {}, backward=True)
+
+
 def test_clients_take_turns() -> None:
     async def scenario() -> list[str]:
         executor = FakeExecutor("w")
         dispatcher = Dispatcher(executor, attempts=3)
-        waiting = [asyncio.create_task(dispatcher.run(task(f"a{n}"), "a")) for n in range(4)]
+        waiting = [asyncio.create_task(dispatcher.run(grad(f"a{n}", 600), "a")) for n in range(4)]
         await settle_down()
-        waiting.append(asyncio.create_task(dispatcher.run(task("b0"), "b")))
+        waiting.append(asyncio.create_task(dispatcher.run(grad("b0", 600), "b")))
         await settle_down()
         while executor.running:
             executor.finish(next(iter(executor.running)))
@@ -245,3 +254,59 @@ def test_a_stream_delivers_while_the_task_runs() -> None:
         return first
 
     assert asyncio.run(scenario()) == progress(0, 5)
+
+
+def test_small_tasks_are_handed_out_ahead_up_to_two_passes() -> None:
+    async def held(tokens: int) -> int:
+        executor = FakeExecutor("w")
+        dispatcher = Dispatcher(executor, attempts=3, merge_tokens=512)
+        waiting = [asyncio.create_task(dispatcher.run(grad(f"g{n}", tokens), f"run-{n}")) for n in range(100)]
+        await settle_down()
+        count = len(executor.running)
+        for work in waiting:
+            work.cancel()
+        await dispatcher.close()
+        return count
+
+    assert [asyncio.run(held(tokens)) for tokens in (32, 128, 512, 600, 4000)] == [32, 8, 2, 2, 2]
+
+
+def test_an_idle_worker_gets_the_next_small_task() -> None:
+    async def scenario() -> list[str]:
+        executor = FakeExecutor("w1", "w2")
+        dispatcher = Dispatcher(executor, attempts=3)
+        waiting = [asyncio.create_task(dispatcher.run(grad(f"g{n}", 32), f"run-{n}")) for n in range(6)]
+        await settle_down()
+        workers = sorted(worker for worker, _ in executor.running.values())
+        for work in waiting:
+            work.cancel()
+        await dispatcher.close()
+        return workers
+
+    assert asyncio.run(scenario()) == ["w1"] * 3 + ["w2"] * 3
+
+
+def test_a_task_that_kills_its_worker_does_not_use_up_its_neighbours_attempts() -> None:
+    """Eight small Tasks are in one worker's hands; one of them kills every worker. The other seven succeed."""
+
+    async def scenario() -> tuple[list[bool], list[set[str]]]:
+        executor = FakeExecutor("w")
+        dispatcher = Dispatcher(executor, attempts=3)
+        waiting = [asyncio.create_task(dispatcher.run(grad(f"g{n}", 32), f"run-{n}")) for n in range(8)]
+        seen: list[set[str]] = []
+        await settle_down()
+        while executor.running:
+            seen.append(set(executor.running))
+            if "g3" in executor.running:
+                executor.kill("w")
+            else:
+                executor.finish(next(iter(executor.running)))
+            await settle_down()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        return [isinstance(result, Done) for result in results], seen
+
+    succeeded, seen = asyncio.run(scenario())
+    assert succeeded == [number != 3 for number in range(8)]
+    assert len(seen[0]) == 8
+    assert all(len(held) == 1 for held in seen[1:]), "after a loss each suspect is alone"
+    assert seen.count({"g3"}) == 2

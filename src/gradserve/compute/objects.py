@@ -65,11 +65,11 @@ class ObjectStore:
             root.mkdir(parents=True, exist_ok=True)
 
     @staticmethod
-    def digest(data: bytes) -> str:
+    def digest(data: bytes | bytearray) -> str:
         """The name of an object with these bytes."""
         return hashlib.sha256(data).hexdigest()
 
-    def put(self, data: bytes) -> str:
+    def put(self, data: bytes | bytearray) -> str:
         """Write into the fast tier; returns the digest. Writing the same bytes again changes nothing."""
         digest = self.digest(data)
         target = self.fast / (digest + SUFFIX)

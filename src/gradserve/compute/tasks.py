@@ -28,7 +28,8 @@ class BaseSpec(msgspec.Struct, frozen=True):
 class WorkerSpec(msgspec.Struct, frozen=True):
     """All a worker must know to start. ``objects`` and ``durable_objects`` are the tiers of the object store.
 
-    ``kv_cache_bytes`` bounds the sampler's cache, ``pass_tokens`` one pass.
+    ``kv_cache_bytes`` bounds the sampler's cache, ``pass_tokens`` one sampling pass. GradTasks share a training pass
+    up to ``merge_tokens``.
     """
 
     id: str
@@ -38,6 +39,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     durable_objects: str
     kv_cache_bytes: int
     pass_tokens: int
+    merge_tokens: int = 512
 
 
 class InitTask(msgspec.Struct, frozen=True, tag="init"):
@@ -58,6 +60,11 @@ class GradTask(msgspec.Struct, frozen=True, tag="grad"):
     loss: str
     config: dict[str, float]
     backward: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(row.length for row in self.rows)
 
 
 class ReduceTask(msgspec.Struct, frozen=True, tag="reduce"):

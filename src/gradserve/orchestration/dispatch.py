@@ -1,8 +1,9 @@
 """Hands Tasks to workers that have room.
 
 Each client (a run, or a sampling session) has a queue; free places go round the queues, so that nobody starves
-behind a neighbour's thousand requests. A Task whose worker is lost goes back to the front of its queue, until its
-attempts are used up.
+behind a neighbour's thousand requests. Small training Tasks are handed out ahead of time, for the worker to compute
+together. A Task whose worker is lost goes back to the front of its queue, until its attempts are used up; from then on
+it is a suspect, which meets no other training Task in a worker and is blamed alone if that one dies too.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ import asyncio
 import logging
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from gradserve.compute.executor import Executor, WorkerLost
-from gradserve.compute.tasks import Outcome, SampleTask, Task
+from gradserve.compute.tasks import GradTask, Outcome, SampleTask, Task
 from gradserve.orchestration.streams import TokenStream
 
 log = logging.getLogger(__name__)
 
 _TRAIN_TASKS_PER_WORKER = 2
-"""One computing and one waiting in the worker, so that it never idles for a round trip."""
+"""One computing and one waiting in the worker, so that it never idles for a round trip; small ones may be more."""
+_TOKENS_OF_OTHERS = 64
+"""What a Task that has no rows (an optimizer step, say) counts as: about its share of a pass's time."""
 _SAMPLES_PER_WORKER = 512
 """Sequences in a worker's hands; more wait here, where another worker can take them."""
 
@@ -45,24 +49,45 @@ class _Entry:
     def samples(self) -> int:
         return self.task.op.num_samples if isinstance(self.task, SampleTask) else 0
 
+    @cached_property
+    def tokens(self) -> int:
+        if self.samples:
+            return 0
+        return self.task.tokens if isinstance(self.task, GradTask) else _TOKENS_OF_OTHERS
+
 
 @dataclass
 class _Load:
     train: int = 0
+    tokens: int = 0
     samples: int = 0
+    suspect: _Entry | None = None
 
-    def room_for(self, entry: _Entry) -> bool:
+    def room_for(self, entry: _Entry, merge_tokens: int) -> bool:
         if entry.samples:
             return self.samples == 0 or self.samples + entry.samples <= _SAMPLES_PER_WORKER
-        return self.train < _TRAIN_TASKS_PER_WORKER
+        if self.suspect or entry.attempts:
+            return self.train == 0
+        # The worker computes small Tasks together: besides the pass that it is at it may hold the Tasks of the next.
+        return self.train < _TRAIN_TASKS_PER_WORKER or self.tokens + entry.tokens <= 2 * merge_tokens
+
+    def add(self, entry: _Entry, sign: int = 1) -> None:
+        self.train += sign * (entry.samples == 0)
+        self.tokens += sign * entry.tokens
+        self.samples += sign * entry.samples
 
 
 @dataclass
 class Dispatcher:
-    """``attempts`` is how many worker deaths a Task survives. Belongs to one event loop."""
+    """Belongs to one event loop.
+
+    ``attempts`` is how many worker deaths a Task survives; ``merge_tokens`` how many tokens of training Tasks a worker
+    computes together.
+    """
 
     executor: Executor
     attempts: int
+    merge_tokens: int = 512
     _queues: dict[str, deque[_Entry]] = field(default_factory=dict)
     _loads: dict[str, _Load] = field(default_factory=dict)
     _running: set[asyncio.Task[None]] = field(default_factory=set)
@@ -121,8 +146,8 @@ class Dispatcher:
     def _place_for(self, entry: _Entry, ready: list[str]) -> str | None:
         """The ready worker with room that has the least to do."""
         loads = {worker: self._loads.setdefault(worker, _Load()) for worker in ready}
-        open_to_it = [worker for worker in ready if loads[worker].room_for(entry)]
-        return min(open_to_it, key=lambda worker: (loads[worker].train, loads[worker].samples), default=None)
+        open_to_it = [worker for worker in ready if loads[worker].room_for(entry, self.merge_tokens)]
+        return min(open_to_it, key=lambda worker: (loads[worker].tokens, loads[worker].samples), default=None)
 
     def _take(self, name: str) -> _Entry:
         """The first entry of a queue, which then goes to the end of the round."""
@@ -142,8 +167,9 @@ class Dispatcher:
     def _start(self, entry: _Entry, worker: str) -> None:
         entry.worker = worker
         load = self._loads[worker]
-        load.train += entry.samples == 0
-        load.samples += entry.samples
+        load.add(entry)
+        if entry.attempts and not entry.samples:
+            load.suspect = entry
         running = asyncio.create_task(self._finish(entry, worker, load))
         self._running.add(running)
         running.add_done_callback(self._running.discard)
@@ -153,23 +179,26 @@ class Dispatcher:
             on_progress = None if entry.stream is None else entry.stream.attempt()
             outcome = await self.executor.run(worker, entry.task, on_progress)
         except WorkerLost as loss:
-            self._lost(entry, loss)
+            if self._loads.get(worker) is load:
+                del self._loads[worker]  # its successor has nothing in hand; this one still names the suspect
+            self._lost(entry, loss, blamed=load.suspect in (None, entry))
         else:
+            load.add(entry, -1)
+            if load.suspect is entry:
+                load.suspect = None
             if not entry.future.done():
                 entry.future.set_result(outcome)
         finally:
-            load.train -= entry.samples == 0
-            load.samples -= entry.samples
             self.pump()
 
-    def _lost(self, entry: _Entry, loss: WorkerLost) -> None:
+    def _lost(self, entry: _Entry, loss: WorkerLost, blamed: bool) -> None:
         entry.worker = None
         if entry.future.done():
             return  # cancelled meanwhile
         if loss.reason.kind == "stopped":
             entry.future.cancel()
             return
-        entry.attempts += 1
+        entry.attempts += blamed
         self.lost[loss.worker_id] += 1
         log.warning("task %s, attempt %d: %s", entry.task.id, entry.attempts, loss)
         if entry.attempts >= self.attempts:

@@ -72,7 +72,7 @@ class Scheduler:
         self._samples: set[str] = set()
         self._cancelled: set[str] = set()
         self._streams: dict[str, TokenStream] = {}
-        self._dispatcher = Dispatcher(executor, settings.task_attempts)
+        self._dispatcher = Dispatcher(executor, settings.task_attempts, settings.merge_tokens)
         self._held: Counter[str] = Counter()
         self._janitor = Janitor(store, objects, folders, settings.result_ttl_s, self.in_use, self._hot)
         self._background: set[asyncio.Task[None]] = set()

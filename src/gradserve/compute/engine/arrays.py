@@ -6,9 +6,8 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save
 
+from gradserve.compute.engine import tensorfile
 from gradserve.compute.engine.lora import Tensors
 from gradserve.compute.engine.origin import Origin
 from gradserve.compute.objects import ObjectStore
@@ -45,17 +44,15 @@ class Arrays:
 
         Nothing is kept: on a CPU the file in shared memory *is* the tensors when it is read again.
         """
-        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        return self._store.put(save(plain, None if origin is None else origin.metadata()))
+        return self._store.put(tensorfile.dump(tensors, None if origin is None else origin.metadata()))
 
     def _read(self, digest: str) -> _Object:
         found = self._cache.get(digest)
         if found is not None:
             self._cache.move_to_end(digest)
             return found
-        with safe_open(self._store.verified_path(digest), framework="pt", device=str(self._device)) as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping); maps the file
-            found = _Object(tensors, Origin.of(file.metadata()))
+        tensors, metadata = tensorfile.load(self._store.verified_path(digest), self._device)
+        found = _Object(tensors, Origin.of(metadata))
         self._keep(digest, found)
         return found
 

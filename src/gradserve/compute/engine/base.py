@@ -15,6 +15,7 @@ from transformers.utils import logging
 from gradserve.compute.catalog import FAMILIES, ModelUnusable
 from gradserve.compute.engine import lora
 from gradserve.compute.engine.attention import NAME, Layout
+from gradserve.compute.engine.fused import fuse
 from gradserve.compute.tasks import BaseSpec
 from gradserve.wire.errors import Invalid
 
@@ -41,6 +42,7 @@ class Base:
         self._recompute = False
         self.targets: dict[str, nn.Linear] = lora.wrap(model, self._router)
         self.routed = self._router.routed
+        fuse(model)
         for layer in model.model.layers:
             self._make_recomputable(layer)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import msgspec
 
@@ -15,9 +18,10 @@ from gradserve.compute.engine.lora import init_adapter
 from gradserve.compute.engine.memory import is_out_of_memory, peak_rss_bytes
 from gradserve.compute.engine.optim import adamw_step, fold
 from gradserve.compute.engine.origin import Origin, WrongOrigin, common, require
-from gradserve.compute.engine.train import forward_backward
+from gradserve.compute.engine.train import Computed, Job, forward_backward, prepare
 from gradserve.compute.objects import ObjectCorrupt
 from gradserve.compute.tasks import (
+    Digest,
     Done,
     Failed,
     FailureKind,
@@ -28,13 +32,14 @@ from gradserve.compute.tasks import (
     ReduceTask,
     Usage,
 )
-from gradserve.wire.errors import UserError
+from gradserve.wire.errors import Invalid, UserError
+from gradserve.wire.results import ForwardBackwardResult
 
 TrainingTask = InitTask | GradTask | ReduceTask | OptimTask
 
 
 class Engine:
-    """Runs one training-type Task at a time. ``run`` never raises: a failure is an Outcome."""
+    """Runs training-type Tasks. Nothing here raises: a failure is an Outcome."""
 
     def __init__(self, bases: Bases, arrays: Arrays) -> None:
         self._bases = bases
@@ -42,15 +47,57 @@ class Engine:
 
     def run(self, task: TrainingTask) -> Outcome:
         """The Task's outcome, with the wall time it took."""
+        if isinstance(task, GradTask):
+            return self.run_together([task])[0]
         started = time.perf_counter_ns()
         return attempt(task.id, lambda: self._run(task, started))
 
-    def _run(self, task: TrainingTask, started: int) -> Done:
+    def run_together(self, tasks: list[GradTask]) -> list[Outcome]:
+        """GradTasks of one base and one direction in one pass: each gets the outcome that it would get alone.
+
+        What is wrong with one of them fails that one. When the pass itself fails (memory, say), they are run singly.
+        """
+        started = time.perf_counter_ns()
+        prepared = {task.id: attempt(task.id, partial(self._prepare, task)) for task in tasks}
+        ready = [task for task in tasks if isinstance(prepared[task.id], Job)]
+        jobs = [job for job in (prepared[task.id] for task in ready) if isinstance(job, Job)]
+        done = self._pass(ready, jobs, started) if ready else {}
+        outcomes = prepared | done
+        return [outcome for outcome in (outcomes[task.id] for task in tasks) if not isinstance(outcome, Job)]
+
+    def _prepare(self, task: GradTask) -> Job:
+        weights = self._arrays.get(task.weights)
+        return prepare(self._bases.get(task.base), weights, task.rows, task.loss, task.config)
+
+    def _pass(self, tasks: list[GradTask], jobs: list[Job], started: int) -> dict[str, Outcome]:
+        try:
+            computed = forward_backward(self._bases.get(tasks[0].base), jobs, tasks[0].backward)
+        except Exception as error:
+            if len(tasks) == 1:
+                return {tasks[0].id: failure(tasks[0].id, error)}
+            return {task.id: self.run(task) for task in tasks}
+        stored = [
+            attempt(task.id, partial(self._store, task, found)) for task, found in zip(tasks, computed, strict=True)
+        ]
+        shares = divide(_elapsed_us(started), [task.tokens for task in tasks])
+        return {
+            task.id: outcome if isinstance(outcome, Failed) else _done(task, *outcome, share)
+            for task, outcome, share in zip(tasks, stored, shares, strict=True)
+        }
+
+    def _store(self, task: GradTask, found: Computed | Invalid) -> tuple[ForwardBackwardResult, dict[str, Digest]]:
+        if isinstance(found, Invalid):
+            raise found
+        result, gradient = found
+        result = msgspec.structs.replace(result, weights=task.weights)
+        if gradient is None:
+            return result, {}
+        return result, {"gradient": self._arrays.put(gradient, Origin(task.weights, task.base))}
+
+    def _run(self, task: InitTask | ReduceTask | OptimTask, started: int) -> Done:
         match task:
             case InitTask():
                 return self._init(task, started)
-            case GradTask():
-                return self._grad(task, started)
             case ReduceTask():
                 return self._reduce(task, started)
             case OptimTask():
@@ -59,17 +106,6 @@ class Engine:
     def _init(self, task: InitTask, started: int) -> Done:
         tensors = init_adapter(self._bases.get(task.base).targets, task.lora)
         return Done(task.id, _usage(started), {"weights": self._arrays.put(tensors)})
-
-    def _grad(self, task: GradTask, started: int) -> Done:
-        base = self._bases.get(task.base)
-        weights = self._arrays.get(task.weights)
-        rows, gradient = forward_backward(base, weights, task.rows, task.loss, task.config, task.backward)
-        rows = msgspec.structs.replace(rows, weights=task.weights)
-        tokens = sum(row.length for row in task.rows)
-        if gradient is None:
-            return Done(task.id, _usage(started, prefill_tokens=tokens), rows=rows)
-        objects = {"gradient": self._arrays.put(gradient, Origin(task.weights, task.base))}
-        return Done(task.id, _usage(started, train_tokens=tokens), objects, rows)
 
     def _reduce(self, task: ReduceTask, started: int) -> Done:
         origin = common(self._arrays.origin(digest) for digest in task.gradients)
@@ -95,12 +131,30 @@ class Engine:
                 require(origin, task.weights, f"moments {task.moments}")
 
 
-def _usage(started: int, train_tokens: int = 0, prefill_tokens: int = 0) -> Usage:
-    elapsed_us = (time.perf_counter_ns() - started) // 1000
-    return Usage(train_tokens=train_tokens, prefill_tokens=prefill_tokens, compute_us=elapsed_us)
+def divide(amount: int, weights: list[int]) -> list[int]:
+    """``amount`` in whole parts that are as the weights and add up to it."""
+    total = sum(weights)
+    bounds = [amount * reached // total for reached in accumulate(weights)]
+    return [upper - lower for lower, upper in pairwise([0, *bounds])]
 
 
-def attempt(task_id: str, compute: Callable[[], Done]) -> Outcome:
+def _done(task: GradTask, result: ForwardBackwardResult, objects: dict[str, Digest], compute_us: int) -> Done:
+    kind = "train_tokens" if task.backward else "prefill_tokens"
+    return Done(task.id, Usage(**{kind: task.tokens, "compute_us": compute_us}), objects, result)
+
+
+def _usage(started: int) -> Usage:
+    return Usage(compute_us=_elapsed_us(started))
+
+
+def _elapsed_us(started: int) -> int:
+    return (time.perf_counter_ns() - started) // 1000
+
+
+Made = TypeVar("Made")
+
+
+def attempt(task_id: str, compute: Callable[[], Made]) -> Made | Failed:
     """What ``compute`` returns, or the Failed that says who can mend it."""
     try:
         return compute()

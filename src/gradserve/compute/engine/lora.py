@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradserve.compute.engine.fused import RoutedLinear
 from gradserve.wire.errors import Invalid
 from gradserve.wire.ops import LORA_ALPHA, LoraConfig
 
@@ -114,12 +115,25 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., N, in] -> [..., N, out]; only the N axis may be longer than 1."""
         flat = x.reshape(-1, x.shape[-1])
-        y: Tensor = self.linear(flat)
-        for part in self._router.routing:
-            pair = part.adapter.pairs.get(self._name)
-            if pair is not None:
+        parts = [
+            (part, part.adapter.pairs[self._name]) for part in self._router.routing if self._name in part.adapter.pairs
+        ]
+        if torch.is_grad_enabled() and parts and _fusible(self.linear, parts):
+            segments = [(part.rows, part.adapter.scale) for part, _ in parts]
+            factors = [factor for _, pair in parts for factor in pair]
+            y: Tensor = RoutedLinear.apply(flat, self.linear.weight, self.linear.bias, segments, *factors)  # type: ignore[no-untyped-call]
+        else:
+            y = self.linear(flat)
+            for part, pair in parts:
                 _add(flat, y, part.rows, *pair, part.adapter.scale)
         return y.view(*x.shape[:-1], -1)
+
+
+def _fusible(linear: nn.Linear, parts: list[tuple[Route, tuple[Tensor, Tensor]]]) -> bool:
+    """Whether the written-out derivative holds: a frozen base and adapters of one type, rows that lie together."""
+    return not linear.weight.requires_grad and all(
+        isinstance(part.rows, slice) and a.dtype == linear.weight.dtype for part, (a, _) in parts
+    )
 
 
 def _add(x: Tensor, y: Tensor, rows: slice | Tensor, a: Tensor, b: Tensor, scale: float) -> None:

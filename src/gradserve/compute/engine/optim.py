@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
+from gradserve.compute.engine.finite import all_finite
 from gradserve.compute.engine.lora import Tensors
 from gradserve.wire.errors import Invalid
 from gradserve.wire.ops import AdamParams
@@ -15,16 +17,22 @@ _FIRST, _SECOND = ".exp_avg", ".exp_avg_sq"
 
 
 def fold(gradients: Iterable[Tensors]) -> Tensors:
-    """The sum from left to right; a fixed order makes the bits independent of who finished first."""
+    """The sum from left to right; a fixed order makes the bits independent of who finished first.
+
+    Of one gradient it is that very dict: do not change it.
+    """
     total: Tensors = {}
+    owned = False
     for gradient in gradients:
         if not total:
-            total = {name: tensor.clone() for name, tensor in gradient.items()}
+            total = gradient
         elif total.keys() != gradient.keys():
             raise Invalid("mixed_gradients", "these gradients belong to different adapters")
-        else:
+        elif owned:
             for name, tensor in gradient.items():
                 total[name].add_(tensor)
+        else:
+            total, owned = {name: total[name] + tensor for name, tensor in gradient.items()}, True
     return total
 
 
@@ -37,47 +45,46 @@ def adamw_step(
     norm of the whole sum. Raises Invalid when the step leaves a weight that is not finite.
     """
     # Sorted: the order enters the norm's last bits, and must not depend on where the dict came from.
-    parameters = {name: weights[name].detach().clone().requires_grad_() for name in sorted(weights)}
-    for name, parameter in parameters.items():
-        parameter.grad = gradient[name].clone() if gradient else torch.zeros_like(parameter)
+    names = sorted(weights)
+    shapes = {name: weights[name].shape for name in names}
+    parameter = _flat(weights, names).requires_grad_()
+    parameter.grad = _flat(gradient, names) if gradient else torch.zeros_like(parameter)
     limit = adam.grad_clip_norm if adam.grad_clip_norm > 0 else float("inf")
-    norm = torch.nn.utils.clip_grad_norm_(parameters.values(), limit, foreach=False)
+    norm = torch.nn.utils.clip_grad_norm_([parameter], limit)
     optimizer = torch.optim.AdamW(
-        list(parameters.values()),
+        [parameter],
         lr=adam.learning_rate,
         betas=(adam.beta1, adam.beta2),
         eps=adam.eps,
         weight_decay=adam.weight_decay,
-        foreach=False,
+        fused=True,
     )
-    for name, parameter in parameters.items():
-        optimizer.state[parameter] = _state(moments, name, parameter)
+    optimizer.state[parameter] = _state(moments, names, parameter)
     optimizer.step()
-    if not all(bool(parameter.isfinite().all()) for parameter in parameters.values()):
+    if not all_finite([parameter]):
         raise Invalid("non_finite", "the optimizer step made weights that are not finite; nothing was changed.")
-    return (
-        {name: parameter.detach() for name, parameter in parameters.items()},
-        _moments(optimizer, parameters),
-        {"grad_norm": norm.item(), "learning_rate": adam.learning_rate},
-    )
+    state = optimizer.state[parameter]
+    new_moments = _split(state["exp_avg"], shapes, _FIRST) | _split(state["exp_avg_sq"], shapes, _SECOND)
+    metrics = {"grad_norm": norm.item(), "learning_rate": adam.learning_rate}
+    return _split(parameter.detach(), shapes), new_moments | {_STEP: state["step"]}, metrics
 
 
-def _state(moments: Tensors | None, name: str, parameter: torch.Tensor) -> Tensors:
+def _flat(tensors: Tensors, names: list[str], suffix: str = "") -> Tensor:
+    """All as one vector: AdamW works element by element, and one long tensor takes a tenth of the time of hundreds."""
+    return torch.cat([tensors[name + suffix].reshape(-1) for name in names])
+
+
+def _split(flat: Tensor, shapes: dict[str, torch.Size], suffix: str = "") -> Tensors:
+    parts = flat.split([shape.numel() for shape in shapes.values()])
+    return {name + suffix: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def _state(moments: Tensors | None, names: list[str], parameter: Tensor) -> Tensors:
     if moments is None:
-        zeros = torch.zeros_like(parameter)
-        return {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+        step = torch.tensor(0.0, device=parameter.device)
+        return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
     return {
-        "step": moments[_STEP].cpu().clone(),
-        "exp_avg": moments[name + _FIRST].clone(),
-        "exp_avg_sq": moments[name + _SECOND].clone(),
+        "step": moments[_STEP].clone(),
+        "exp_avg": _flat(moments, names, _FIRST),
+        "exp_avg_sq": _flat(moments, names, _SECOND),
     }
-
-
-def _moments(optimizer: torch.optim.AdamW, parameters: Tensors) -> Tensors:
-    moments: Tensors = {}
-    for name, parameter in parameters.items():
-        state = optimizer.state[parameter]
-        moments[name + _FIRST] = state["exp_avg"]
-        moments[name + _SECOND] = state["exp_avg_sq"]
-        moments[_STEP] = state["step"]
-    return moments

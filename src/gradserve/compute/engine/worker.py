@@ -1,7 +1,7 @@
 """The worker process: a reader thread that answers at once, and a loop that computes.
 
 Invariant: the reader never computes and the loop never waits for the pipe, so a ping is answered whatever runs.
-Training and sampling share the time: after a training Task the sampler gets about as long, if it has work.
+Training and sampling share the time: after a training pass the sampler gets about as long, if it has work.
 """
 
 from __future__ import annotations
@@ -22,9 +22,22 @@ from gradserve.compute.engine.arrays import Arrays
 from gradserve.compute.engine.base import Bases
 from gradserve.compute.engine.engine import Engine, TrainingTask
 from gradserve.compute.engine.memory import peak_rss_bytes
+from gradserve.compute.engine.merge import take
 from gradserve.compute.engine.sampler import Sampler
 from gradserve.compute.objects import ObjectStore
-from gradserve.compute.tasks import Cancel, FromWorker, Ping, Pong, Ready, SampleTask, Task, ToWorker, WorkerSpec
+from gradserve.compute.tasks import (
+    Cancel,
+    FromWorker,
+    GradTask,
+    Outcome,
+    Ping,
+    Pong,
+    Ready,
+    SampleTask,
+    Task,
+    ToWorker,
+    WorkerSpec,
+)
 
 if TYPE_CHECKING:
     _Pipe: TypeAlias = Connection[Any, Any]
@@ -57,12 +70,13 @@ class _Wire:
 
 
 class _Worker:
-    """Two queues and a debt: how many seconds the sampler is owed before the next training Task."""
+    """Two queues and a debt: how many seconds the sampler is owed before the next training pass."""
 
     def __init__(self, wire: _Wire, spec: WorkerSpec, device: torch.device) -> None:
         self._wire = wire
         self._inbox: queue.SimpleQueue[Task | Cancel] = queue.SimpleQueue()
         self._training: list[TrainingTask] = []
+        self._merge_tokens = spec.merge_tokens
         self._owed_s = 0.0
         bases = Bases(spec.bases, device)
         store = ObjectStore(Path(spec.objects), Path(spec.durable_objects))
@@ -113,12 +127,17 @@ class _Worker:
             self._wire.send(outcome)
 
     def _advance(self) -> None:
-        """One training Task or one sampling pass."""
+        """One training pass or one sampling pass."""
         started = time.monotonic()
         if self._training and (self._owed_s <= 0 or not self._sampler.busy):
-            self._wire.send(self._engine.run(self._training.pop(0)))
+            for outcome in self._train(take(self._training, self._merge_tokens)):
+                self._wire.send(outcome)
             self._owed_s = time.monotonic() - started
         elif self._sampler.busy:
-            for outcome in self._sampler.step():
-                self._wire.send(outcome)
+            for message in self._sampler.step():
+                self._wire.send(message)
             self._owed_s -= time.monotonic() - started
+
+    def _train(self, tasks: list[TrainingTask]) -> list[Outcome]:
+        grads = [task for task in tasks if isinstance(task, GradTask)]
+        return self._engine.run_together(grads) if grads else [self._engine.run(task) for task in tasks]
