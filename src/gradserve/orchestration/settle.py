@@ -115,8 +115,11 @@ def _done(context: Context, answer: object) -> Settlement:
     return Settlement(context.op.id, "done", context.at, msgspec.json.encode(answer), JSON)
 
 
-def _computed(context: Context, result: bytes, weights: str | None, version: int | None) -> Settlement:
-    return Settlement(context.op.id, "done", context.at, result, PROTOBUF, weights=weights, version=version)
+def _computed(context: Context, encoded: bytes, result: ForwardBackwardResult | SampleResult) -> Settlement:
+    """A result with where it comes from, beside the bytes that the client reads."""
+    return Settlement(
+        context.op.id, "done", context.at, encoded, PROTOBUF, weights=result.weights, version=result.version
+    )
 
 
 def _require_weights(result: ForwardBackwardResult | SampleResult, weights: str | None) -> None:
@@ -142,9 +145,9 @@ def _forward_backward(context: Context, outcomes: Sequence[Done]) -> Settlement:
     assert isinstance(body, ForwardBackward)
     parts = [outcome.rows for outcome in outcomes if outcome.rows is not None]
     run = _run(context)
-    result = combine(parts)
+    result = msgspec.structs.replace(combine(parts), version=run.version)
     _require_weights(result, run.weights)
-    settlement = _computed(context, codec.encode_forward_backward(result), run.weights, run.version)
+    settlement = _computed(context, codec.encode_forward_backward(result), result)
     if not body.backward:
         return settlement
     gradient = outcomes[-1].objects["gradient"]  # of the only GradTask, or of the ReduceTask after them
@@ -265,7 +268,7 @@ def _sample(context: Context, outcomes: Sequence[Done]) -> Settlement:
     assert isinstance(body, Sample)
     assert outcome.sample is not None
     _require_weights(outcome.sample, body.weights)
-    return _computed(context, codec.encode_sample(outcome.sample), body.weights, body.version)
+    return _computed(context, codec.encode_sample(outcome.sample), outcome.sample)
 
 
 _SETTLERS = {

@@ -1,7 +1,7 @@
 """What an Op answers, before it is put into the client's format.
 
 ``weights`` is the digest of the adapter that it was computed with, as the worker read it (None: the base alone), and
-``version`` its number in its run.
+``version`` its number in its run (of a training result, told by the run's row: workers do not count versions).
 """
 
 from __future__ import annotations

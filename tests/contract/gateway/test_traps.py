@@ -56,7 +56,7 @@ def test_4_client_config(gate: Gate) -> None:
     assert config["sample_join_sampling_session"] is True
     assert config["pjwt_auth_enabled"] is False
     assert config["fwdbwd_max_chunk_bytes_count"] == 32_000_000
-    assert gate.post("client/dynamic_config", sdk_version="0.38.0").json()["sample_cancel_enabled"] is False
+    assert gate.post("client/dynamic_config", sdk_version="0.38.0").json()["sample_cancel_enabled"] is True
 
 
 def test_4_chunks_fit_a_small_body_limit(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 _KEY = "origin"
-"""One key for all: safetensors writes several in an order that changes from one call to the next."""
+"""One key for all: the safetensors library writes several in an order that changes from one call to the next."""
 
 
 class Origin(msgspec.Struct, frozen=True, omit_defaults=True):

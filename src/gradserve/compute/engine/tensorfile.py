@@ -29,6 +29,7 @@ _NAMES = {
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
+_METADATA = "__metadata__"
 
 
 def dump(tensors: Tensors, metadata: dict[str, str] | None = None) -> bytearray:
@@ -45,7 +46,7 @@ def dump(tensors: Tensors, metadata: dict[str, str] | None = None) -> bytearray:
 
 
 def _header(ordered: list[tuple[str, Tensor]], metadata: dict[str, str] | None) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    entries: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))} if metadata else {}
     at = 0
     for name, tensor in ordered:
         end = at + tensor.nbytes
@@ -67,7 +68,7 @@ def load(file: Path, device: torch.device) -> tuple[Tensors, dict[str, str]]:
     (length,) = _LENGTH.unpack_from(mapped)
     start = _LENGTH.size + length
     header = json.loads(mapped[_LENGTH.size : start])
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop(_METADATA, {})
     return {name: _view(mapped, start, entry).to(device) for name, entry in header.items()}, metadata
 
 
