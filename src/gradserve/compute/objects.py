@@ -68,6 +68,22 @@ class ObjectStore:
             target.touch()  # young again: the janitor leaves young objects alone
         return digest
 
+    def temporary(self) -> Path:
+        """A name in the fast tier to write an object under; ``adopt`` it when it is whole."""
+        return self.fast / f"{secrets.token_hex(16)}.tmp"
+
+    def adopt(self, file: Path) -> str:
+        """Make a file that was written under a ``temporary`` name an object; returns the digest."""
+        with open(file, "rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        target = self.fast / (digest + SUFFIX)
+        if target.exists():
+            file.unlink()  # others may have mapped the one that is there
+        else:
+            file.rename(target)
+        target.touch()  # young from now on, however long the writing took: the janitor leaves young objects alone
+        return digest
+
     def path(self, digest: str) -> Path:
         """The file of an object. Raises ObjectMissing."""
         for root in (self.fast, self.durable):

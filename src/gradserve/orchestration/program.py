@@ -59,7 +59,9 @@ def _words(step: Step) -> str:
     if isinstance(step, Persist):
         return "persist " + " ".join(digest[:8] for digest in step.digests)
     match step.task:
-        case InitTask() as task:
+        case InitTask(lora=None) as task:
+            return f"init {task.base} full"
+        case InitTask(lora=LoraConfig()) as task:
             return f"init {task.base} rank={task.lora.rank} seed={task.lora.seed}"
         case GradTask() as task:
             verb = "grad" if task.backward else "forward"

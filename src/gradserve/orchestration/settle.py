@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from gradserve.compute.combine import combine
 from gradserve.compute.tasks import Done, Failed, Usage
 from gradserve.orchestration.meter import ledger_line
 from gradserve.settings import PriceSheet
@@ -23,7 +24,6 @@ from gradserve.wire.ops import (
     SaveForSampling,
     SaveWeights,
 )
-from gradserve.wire.results import ForwardBackwardResult
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
@@ -110,32 +110,6 @@ def _forward_backward(context: Context, outcomes: Sequence[Done]) -> Settlement:
     gradient = outcomes[-1].objects["gradient"]  # of the only GradTask, or of the ReduceTask after them
     update = _update(run, gradients=(*run.gradients, (context.op.seq, gradient)))
     return msgspec.structs.replace(settlement, run=update)
-
-
-def combine(parts: Sequence[ForwardBackwardResult]) -> ForwardBackwardResult:
-    """The results of several GradTasks as one: rows in order, metrics by the suffix after their ":".
-
-    sum adds, min and max choose, mean is weighted by rows; as the SDK itself combines chunks.
-    """
-    logprobs = [row for part in parts for row in part.logprobs]
-    metrics = {key: _combined(key, parts) for key in parts[0].metrics}
-    return ForwardBackwardResult(logprobs, metrics)
-
-
-def _combined(key: str, parts: Sequence[ForwardBackwardResult]) -> float:
-    values = [part.metrics[key] for part in parts]
-    match key.rpartition(":")[2]:
-        case "sum":
-            return sum(values)
-        case "min":
-            return min(values)
-        case "max":
-            return max(values)
-        case "mean":
-            weights = [len(part.logprobs) for part in parts]
-            return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
-        case other:
-            raise ValueError(f"metric {key!r}: no rule to combine {other!r}")
 
 
 def _optim_step(context: Context, outcomes: Sequence[Done]) -> Settlement:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 
+from gradserve.compute.engine.drafts import Draft
 from gradserve.compute.engine.lora import Tensors
 from gradserve.compute.objects import ObjectStore
 
@@ -39,9 +40,23 @@ class Arrays:
 
         Nothing is kept: on a CPU the file in shared memory *is* the tensors when it is read again.
         """
-        return self._store.put(save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}))
+        with self.copy(tensors) as draft:
+            return draft.commit()
+
+    def draft(self, like: Tensors) -> Draft:
+        """A new object with tensors like these, zero at first, to be computed in place."""
+        return Draft(self._store, like, self._device)
+
+    def copy(self, tensors: Tensors) -> Draft:
+        """A new object that starts as a copy of ``tensors``."""
+        draft = self.draft(tensors)
+        for name, tensor in tensors.items():
+            draft.tensors[name].copy_(tensor.detach())
+        return draft
 
     def _keep(self, digest: str, tensors: Tensors) -> None:
+        if _bytes(tensors) > self._limit // 4:
+            return  # a whole model's parameters would drive out a thousand adapters; to map a file again is cheap
         self._cache[digest] = tensors
         self._used += _bytes(tensors)
         while self._used > self._limit and self._cache:

@@ -15,6 +15,7 @@ from transformers.utils import logging
 from gradserve.compute.catalog import FAMILIES, ModelUnusable
 from gradserve.compute.engine import lora
 from gradserve.compute.engine.attention import NAME, Layout
+from gradserve.compute.engine.parameters import Parameters
 from gradserve.compute.tasks import BaseSpec
 from gradserve.wire.errors import Invalid
 
@@ -39,6 +40,7 @@ class Base:
         self._router = lora.Router()
         self._tokenizer: Any = None
         self._recompute = False
+        self.parameters = Parameters(model)
         self.targets: dict[str, nn.Linear] = lora.wrap(model, self._router)
         self.routed = self._router.routed
         for layer in model.model.layers:

@@ -7,11 +7,14 @@ import traceback
 from collections.abc import Callable
 
 from gradserve.compute.catalog import ModelUnusable
+from gradserve.compute.engine import full
 from gradserve.compute.engine.arrays import Arrays
-from gradserve.compute.engine.base import Bases
-from gradserve.compute.engine.lora import init_adapter
+from gradserve.compute.engine.base import Base, Bases
+from gradserve.compute.engine.drafts import Draft
+from gradserve.compute.engine.lora import Tensors, init_adapter
 from gradserve.compute.engine.memory import is_out_of_memory, peak_rss_bytes
-from gradserve.compute.engine.optim import adamw_step, fold
+from gradserve.compute.engine.optim import adamw_step, fold, moments_like
+from gradserve.compute.engine.parameters import is_full
 from gradserve.compute.engine.train import forward_backward
 from gradserve.compute.tasks import (
     Done,
@@ -53,12 +56,17 @@ class Engine:
                 return self._optim(task, started)
 
     def _init(self, task: InitTask, started: int) -> Done:
-        tensors = init_adapter(self._bases.get(task.base).targets, task.lora)
+        base = self._bases.get(task.base)
+        tensors = base.parameters.tensors() if task.lora is None else init_adapter(base.targets, task.lora)
         return Done(task.id, _usage(started), {"weights": self._arrays.put(tensors)})
 
     def _grad(self, task: GradTask, started: int) -> Done:
         base = self._bases.get(task.base)
         weights = self._arrays.get(task.weights)
+        if is_full(weights):
+            return self._full_grad(task, base, weights, started)
+        if task.pass_rows:
+            raise ValueError("pass_rows are for weights that are a model's parameters")
         rows, gradient = forward_backward(base, weights, task.rows, task.loss, task.config, task.backward)
         tokens = sum(row.length for row in task.rows)
         if gradient is None:
@@ -66,16 +74,32 @@ class Engine:
         objects = {"gradient": self._arrays.put(gradient)}
         return Done(task.id, _usage(started, train_tokens=tokens), objects, rows)
 
+    def _full_grad(self, task: GradTask, base: Base, weights: Tensors, started: int) -> Done:
+        """The gradient, as large as the model, is computed where it will lie."""
+        tokens = sum(row.length for row in task.rows)
+        if not task.backward:
+            rows = full.forward(base, weights, task.passes(), task.loss, task.config)
+            return Done(task.id, _usage(started, prefill_tokens=tokens), rows=rows)
+        with self._arrays.draft(weights) as gradient:
+            rows = full.forward_backward(base, weights, task.passes(), task.loss, task.config, gradient.tensors)
+            objects = {"gradient": gradient.commit()}
+        return Done(task.id, _usage(started, train_tokens=tokens), objects, rows)
+
     def _reduce(self, task: ReduceTask, started: int) -> Done:
         total = fold(self._arrays.get(digest) for digest in task.gradients)
         return Done(task.id, _usage(started), {"gradient": self._arrays.put(total)})
 
     def _optim(self, task: OptimTask, started: int) -> Done:
-        moments = None if task.moments is None else self._arrays.get(task.moments)
         gradient = fold(self._arrays.get(digest) for digest in task.gradients)
-        weights, moments, metrics = adamw_step(self._arrays.get(task.weights), moments, gradient, task.adam)
-        objects = {"weights": self._arrays.put(weights), "moments": self._arrays.put(moments)}
+        with self._arrays.copy(self._arrays.get(task.weights)) as weights, self._moments(task) as moments:
+            metrics = adamw_step(weights.tensors, moments.tensors, gradient, task.adam)
+            objects = {"weights": weights.commit(), "moments": moments.commit()}
         return Done(task.id, _usage(started), objects, metrics=metrics)
+
+    def _moments(self, task: OptimTask) -> Draft:
+        if task.moments is None:
+            return self._arrays.draft(moments_like(self._arrays.get(task.weights)))
+        return self._arrays.copy(self._arrays.get(task.moments))
 
 
 def _usage(started: int, train_tokens: int = 0, prefill_tokens: int = 0) -> Usage:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from gradserve.compute.engine.base import Base
 from gradserve.compute.engine.choose import Chosen, Settings, choose
 from gradserve.compute.engine.decode import Piece, SamplingLayout
 from gradserve.compute.engine.kv import KvCache
-from gradserve.compute.engine.lora import route
+from gradserve.compute.engine.lora import Tensors, route
 from gradserve.compute.engine.rng import uniform
 from gradserve.compute.engine.sequences import Request, Sequence, Stem
 from gradserve.wire.errors import Invalid
@@ -34,10 +35,13 @@ Ended = tuple[Request, Exception | None]
 
 
 class Lane:
-    """``step`` is one pass. Not thread-safe."""
+    """``step`` is one pass. Not thread-safe. With ``parameters`` all its passes compute with these, not the base's."""
 
-    def __init__(self, base: Base, kv_cache_bytes: int, pass_tokens: int) -> None:
+    def __init__(
+        self, base: Base, kv_cache_bytes: int, pass_tokens: int, parameters: Tensors | None = None
+    ) -> None:
         self._base = base
+        self._parameters = parameters
         self._kv = KvCache(base.config, base.context, kv_cache_bytes, base.device)
         self._pass_tokens = pass_tokens
         self._most_rows = max(1, pass_tokens // 2)
@@ -58,7 +62,8 @@ class Lane:
     def step(self) -> list[Ended]:
         """One pass. Returns the requests that it ended; an error fails all requests that the pass was about."""
         try:
-            return self._step()
+            with nullcontext() if self._parameters is None else self._base.parameters.replaced(self._parameters):
+                return self._step()
         except Exception as error:
             held = [row.request for row in self._kv.rows()]
             held += [stem.request for stem in self._stems if stem.kv is not None]

@@ -28,18 +28,24 @@ def fold(gradients: Iterable[Tensors]) -> Tensors:
     return total
 
 
-def adamw_step(
-    weights: Tensors, moments: Tensors | None, gradient: Tensors, adam: AdamParams
-) -> tuple[Tensors, Tensors, dict[str, float]]:
-    """New weights, new moments and metrics; nothing given is changed. No gradient at all counts as zeros.
+def moments_like(weights: Tensors) -> Tensors:
+    """What the moments of ``weights`` look like, on the meta device: ``<param>.exp_avg``, ``<param>.exp_avg_sq``, ``step``."""
+    moments: Tensors = {_STEP: torch.empty((), dtype=torch.float32, device="meta")}
+    for name, weight in weights.items():
+        moments[name + _FIRST] = moments[name + _SECOND] = torch.empty_like(weight, device="meta")
+    return moments
 
-    Moments hold ``<param>.exp_avg``, ``<param>.exp_avg_sq`` and one scalar ``step``. The clip is on the global
-    norm of the whole sum. Raises Invalid when the step leaves a weight that is not finite.
+
+def adamw_step(weights: Tensors, moments: Tensors, gradient: Tensors, adam: AdamParams) -> dict[str, float]:
+    """One step in place on ``weights`` and ``moments`` (zeros before the first step), which uses up ``gradient``.
+
+    Returns the metrics. No gradient at all counts as zeros. The clip is on the global norm of the whole sum. Raises
+    Invalid when the step leaves a weight that is not finite; what it was given is then of no use.
     """
     # Sorted: the order enters the norm's last bits, and must not depend on where the dict came from.
-    parameters = {name: weights[name].detach().clone().requires_grad_() for name in sorted(weights)}
+    parameters = {name: weights[name].detach().requires_grad_() for name in sorted(weights)}
     for name, parameter in parameters.items():
-        parameter.grad = gradient[name].clone() if gradient else torch.zeros_like(parameter)
+        parameter.grad = gradient[name] if gradient else torch.zeros_like(parameter)
     limit = adam.grad_clip_norm if adam.grad_clip_norm > 0 else float("inf")
     norm = torch.nn.utils.clip_grad_norm_(parameters.values(), limit, foreach=False)
     optimizer = torch.optim.AdamW(
@@ -50,34 +56,13 @@ def adamw_step(
         weight_decay=adam.weight_decay,
         foreach=False,
     )
+    step = moments[_STEP].cpu()
     for name, parameter in parameters.items():
-        optimizer.state[parameter] = _state(moments, name, parameter)
+        # Each parameter counts for itself, so each gets a counter of its own.
+        state = {"step": step.clone(), "exp_avg": moments[name + _FIRST], "exp_avg_sq": moments[name + _SECOND]}
+        optimizer.state[parameter] = state
     optimizer.step()
+    moments[_STEP] += 1
     if not all(bool(parameter.isfinite().all()) for parameter in parameters.values()):
         raise Invalid("non_finite", "the optimizer step made weights that are not finite; nothing was changed.")
-    return (
-        {name: parameter.detach() for name, parameter in parameters.items()},
-        _moments(optimizer, parameters),
-        {"grad_norm": norm.item(), "learning_rate": adam.learning_rate},
-    )
-
-
-def _state(moments: Tensors | None, name: str, parameter: torch.Tensor) -> Tensors:
-    if moments is None:
-        zeros = torch.zeros_like(parameter)
-        return {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
-    return {
-        "step": moments[_STEP].cpu().clone(),
-        "exp_avg": moments[name + _FIRST].clone(),
-        "exp_avg_sq": moments[name + _SECOND].clone(),
-    }
-
-
-def _moments(optimizer: torch.optim.AdamW, parameters: Tensors) -> Tensors:
-    moments: Tensors = {}
-    for name, parameter in parameters.items():
-        state = optimizer.state[parameter]
-        moments[name + _FIRST] = state["exp_avg"]
-        moments[name + _SECOND] = state["exp_avg_sq"]
-        moments[_STEP] = state["step"]
-    return moments
+    return {"grad_norm": norm.item(), "learning_rate": adam.learning_rate}

@@ -1,4 +1,8 @@
-"""SampleTasks -> Outcomes: a lane of continuous batching per base, taken in turn."""
+"""SampleTasks -> Outcomes: lanes of continuous batching, taken in turn.
+
+Each base has a lane for itself and all its adapters. A version of a fully trained run shares no pass with anything
+else: it has a lane of its own while it has requests, and what that lane held goes when it has none.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,21 @@ from gradserve.compute.engine.arrays import Arrays
 from gradserve.compute.engine.base import Base, Bases
 from gradserve.compute.engine.engine import failure
 from gradserve.compute.engine.lane import Lane
-from gradserve.compute.engine.lora import Adapter
+from gradserve.compute.engine.lora import Adapter, Tensors
+from gradserve.compute.engine.parameters import is_full
 from gradserve.compute.engine.prompts import PromptScores
 from gradserve.compute.engine.sequences import Request, Sequence
 from gradserve.compute.engine.stops import TextStops
 from gradserve.compute.tasks import Outcome, SampleTask
 from gradserve.wire.errors import Invalid
 from gradserve.wire.ops import Sample
+
+
+FULL_LANE_SHARE = 8
+"""The cache of a version of a fully trained run is bounded by this part of a base's: several may be in use at a time."""
+
+_Key = tuple[str, str | None]
+"""A lane's base, and the digest of the parameters it computes with when they aren't the base's own."""
 
 
 class Sampler:
@@ -30,7 +42,7 @@ class Sampler:
         self._arrays = arrays
         self._kv_cache_bytes = kv_cache_bytes
         self._pass_tokens = pass_tokens
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[_Key, Lane] = {}
         self._adapters: WeakValueDictionary[str, Adapter] = WeakValueDictionary()
         self._refused: list[Outcome] = []
         self._count = 0
@@ -44,25 +56,43 @@ class Sampler:
         """Queue a Task; one that cannot be run fails at the next step."""
         try:
             base = self._bases.get(task.op.base)
-            request = self._request(task, base)
-            if task.op.base not in self._lanes:
-                self._lanes[task.op.base] = Lane(base, self._kv_cache_bytes, self._pass_tokens)
-            self._lanes[task.op.base].add(request)
+            full = self._full_parameters(task.op, base)
+            request = self._request(task, base, adapted=full is None)
+            self._lane(base, task.op, full).add(request)
         except Exception as error:
             self._refused.append(failure(task.id, error))
 
     def step(self) -> list[Outcome]:
         """One pass of the lane whose turn it is."""
         outcomes, self._refused = self._refused, []
-        for name, lane in self._lanes.items():
+        for key, lane in self._lanes.items():
             if lane.busy:
-                self._lanes[name] = self._lanes.pop(name)  # to the end of the line
+                self._lanes[key] = self._lanes.pop(key)  # to the end of the line
                 for request, error in lane.step():
                     outcomes.append(request.done() if error is None else failure(request.task_id, error))
+                if key[1] is not None and not lane.busy:
+                    del self._lanes[key]
                 break
         return outcomes
 
-    def _request(self, task: SampleTask, base: Base) -> Request:
+    def _full_parameters(self, op: Sample, base: Base) -> Tensors | None:
+        """The parameters to sample with, if the weights are such and not an adapter."""
+        if op.weights is None or op.weights in self._adapters:
+            return None
+        weights = self._arrays.get(op.weights)
+        if not is_full(weights):
+            return None
+        base.parameters.check(weights)
+        return weights
+
+    def _lane(self, base: Base, op: Sample, full: Tensors | None) -> Lane:
+        key = (op.base, None if full is None else op.weights)
+        if key not in self._lanes:
+            cache = self._kv_cache_bytes if full is None else self._kv_cache_bytes // FULL_LANE_SHARE
+            self._lanes[key] = Lane(base, cache, self._pass_tokens, full)
+        return self._lanes[key]
+
+    def _request(self, task: SampleTask, base: Base, adapted: bool) -> Request:
         op = task.op
         prompt = np.frombuffer(op.prompt, dtype="<i4")
         _check(op, prompt, base)
@@ -70,7 +100,7 @@ class Sampler:
         request = Request(
             task_id=task.id,
             order=self._count,
-            adapter=None if op.weights is None else self._adapter(op.weights),
+            adapter=self._adapter(op.weights) if adapted and op.weights is not None else None,
             prompt=prompt,
             params=op.params,
             limit=max(1, min(op.params.max_tokens, base.context - len(prompt))),

@@ -108,34 +108,44 @@ def forward_backward(
 
     Raises Invalid for inputs that do not fit and for a loss or gradient that is not finite.
     """
-    config = losses.settings(loss, config)
     packed = pack(rows, base.device)
-    _check_tokens(base, packed)
     if not backward:
         with torch.no_grad():
-            batch = _batch(loss, packed, target_logprobs(base, Adapter.of(weights), packed), config)
-            return _result(loss, packed, batch, losses.FUNCTIONS[loss](batch)), None
+            return evaluate(base, Adapter.of(weights), packed, loss, config)[1], None
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in weights.items()}
     adapter = Adapter.of(leaves)
     # The routing must hold during the backward pass too: recomputed layers ask for it again.
     with base.routed(_whole(adapter, packed)), base.recomputing(packed.tokens.numel() > RECOMPUTE_TOKENS):
-        batch = _batch(loss, packed, target_logprobs(base, adapter, packed), config)
-        terms = losses.FUNCTIONS[loss](batch)
-        result = _result(loss, packed, batch, terms)
+        terms, result = evaluate(base, adapter, packed, loss, config)
         gradients = torch.autograd.grad(terms.sum(), list(leaves.values()), materialize_grads=True)
     gradient = dict(zip(leaves, gradients, strict=True))
-    if not all(bool(tensor.isfinite().all()) for tensor in gradient.values()):
-        raise Invalid("non_finite", "the gradient is not finite; nothing was accumulated.", fix=_CURE)
+    check_gradient(gradient)
     return result, gradient
 
 
-def target_logprobs(base: Base, adapter: Adapter, packed: Packed) -> Tensor:
-    """Log-probs of the targets, float32 [N, K]; differentiable where the adapter's tensors ask for it."""
+def evaluate(
+    base: Base, adapter: Adapter | None, packed: Packed, loss: str, config: dict[str, float]
+) -> tuple[Tensor, ForwardBackwardResult]:
+    """The loss's terms, whose sum is what is differentiated, and the result for the client. Raises Invalid."""
+    _check_tokens(base, packed)
+    batch = _batch(loss, packed, target_logprobs(base, adapter, packed), losses.settings(loss, config))
+    terms = losses.FUNCTIONS[loss](batch)
+    return terms, _result(loss, packed, batch, terms)
+
+
+def check_gradient(gradient: Tensors) -> None:
+    """Raises Invalid when a number in it is not finite."""
+    if not all(bool(tensor.isfinite().all()) for tensor in gradient.values()):
+        raise Invalid("non_finite", "the gradient is not finite; nothing was accumulated.", fix=_CURE)
+
+
+def target_logprobs(base: Base, adapter: Adapter | None, packed: Packed) -> Tensor:
+    """Log-probs of the targets, float32 [N, K]; differentiable where the weights' tensors ask for it."""
     with base.routed(_whole(adapter, packed)):
         hidden = base.hidden(packed.tokens, packed.positions, PackedLayout(packed.lengths))
 
     def head(part: Tensor, targets: Tensor) -> Tensor:
-        with base.routed([Route(adapter, slice(0, part.shape[0]))]):
+        with base.routed(_all(adapter, part.shape[0])):
             lp: Tensor = _TargetLogprobs.apply(base.logits(part), targets)  # type: ignore[no-untyped-call]
             return lp
 
@@ -169,8 +179,12 @@ class _TargetLogprobs(torch.autograd.Function):
 _CURE = "Look for extreme advantages, weights or log-probs, or lower the learning rate."
 
 
-def _whole(adapter: Adapter, packed: Packed) -> Routing:
-    return [Route(adapter, slice(0, packed.tokens.numel()))]
+def _whole(adapter: Adapter | None, packed: Packed) -> Routing:
+    return _all(adapter, packed.tokens.numel())
+
+
+def _all(adapter: Adapter | None, count: int) -> Routing:
+    return [] if adapter is None else [Route(adapter, slice(0, count))]
 
 
 def _check_tokens(base: Base, packed: Packed) -> None:
