@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from gradserve.compute.combine import combine
 from gradserve.compute.tasks import Failed
-from gradserve.orchestration.settle import combine, problem_of
+from gradserve.orchestration.settle import problem_of
 from gradserve.wire.data import Array
 from gradserve.wire.results import ForwardBackwardResult
 

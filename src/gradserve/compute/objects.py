@@ -130,6 +130,10 @@ class ObjectStore:
         """Whether the object would survive a power cut."""
         return (self.durable / (digest + SUFFIX)).exists()
 
+    def free_fast_bytes(self) -> int:
+        """How much more the fast tier can take."""
+        return shutil.disk_usage(self.fast).free
+
     def sweep_temporary(self) -> None:
         """Remove what an interrupted writer left. Only when no worker is running."""
         for root in (self.fast, self.durable):

@@ -64,9 +64,7 @@ def _in_one_task(op_id: str, body: ForwardBackward, run: Run, groups: list[list[
     """A gradient of all parameters is as large as the model: the worker sums those of the groups, in the same order."""
     assert run.weights is not None
     pass_rows = tuple(len(rows) for rows in groups)
-    return GradTask(
-        f"{op_id}/0", run.base, run.weights, body.rows, body.loss, body.config, body.backward, pass_rows
-    )
+    return GradTask(f"{op_id}/0", run.base, run.weights, body.rows, body.loss, body.config, body.backward, pass_rows)
 
 
 def _optim_step(op_id: str, body: OptimStep, run: Run) -> tuple[Step, ...]:

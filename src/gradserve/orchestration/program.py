@@ -55,14 +55,16 @@ class Program:
         return "\n".join(lines)
 
 
+def _trained(lora: LoraConfig | None) -> str:
+    return "all parameters" if lora is None else f"rank={lora.rank} seed={lora.seed}"
+
+
 def _words(step: Step) -> str:
     if isinstance(step, Persist):
         return "persist " + " ".join(digest[:8] for digest in step.digests)
     match step.task:
-        case InitTask(lora=None) as task:
-            return f"init {task.base} full"
-        case InitTask(lora=LoraConfig()) as task:
-            return f"init {task.base} rank={task.lora.rank} seed={task.lora.seed}"
+        case InitTask() as task:
+            return f"init {task.base} {_trained(task.lora)}"
         case GradTask() as task:
             verb = "grad" if task.backward else "forward"
             tokens = sum(row.length for row in task.rows)

@@ -35,14 +35,18 @@ class Draft:
     """Tensors of the names, shapes and dtypes of ``like``, all zero, to be written in place.
 
     On a CPU they are the pages of a file in the object store's fast tier: nothing is copied when ``commit`` names
-    the file by its digest. Leaving the ``with`` block without a commit removes the file. ``like`` may hold meta tensors.
+    the file by its digest. Leaving the ``with`` block without a commit removes it. ``like`` may hold meta tensors.
     """
 
     def __init__(self, store: ObjectStore, like: Tensors, device: torch.device) -> None:
         self._store = store
         self._file = store.temporary()
         header, places = _layout(like)
-        self._pages = _map(self._file, header, places, like)
+        try:
+            self._pages = _map(self._file, header, places, like)
+        except BaseException:
+            self._file.unlink(missing_ok=True)
+            raise
         self._on_host = device.type == "cpu"
         self.tensors: Tensors = (
             self._pages if self._on_host else {name: torch.zeros_like(t, device=device) for name, t in like.items()}

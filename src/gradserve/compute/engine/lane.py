@@ -37,9 +37,7 @@ Ended = tuple[Request, Exception | None]
 class Lane:
     """``step`` is one pass. Not thread-safe. With ``parameters`` all its passes compute with these, not the base's."""
 
-    def __init__(
-        self, base: Base, kv_cache_bytes: int, pass_tokens: int, parameters: Tensors | None = None
-    ) -> None:
+    def __init__(self, base: Base, kv_cache_bytes: int, pass_tokens: int, parameters: Tensors | None = None) -> None:
         self._base = base
         self._parameters = parameters
         self._kv = KvCache(base.config, base.context, kv_cache_bytes, base.device)

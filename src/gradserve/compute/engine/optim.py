@@ -29,7 +29,7 @@ def fold(gradients: Iterable[Tensors]) -> Tensors:
 
 
 def moments_like(weights: Tensors) -> Tensors:
-    """What the moments of ``weights`` look like, on the meta device: ``<param>.exp_avg``, ``<param>.exp_avg_sq``, ``step``."""
+    """Meta tensors: ``<param>.exp_avg`` and ``<param>.exp_avg_sq`` for each of ``weights``, and one scalar ``step``."""
     moments: Tensors = {_STEP: torch.empty((), dtype=torch.float32, device="meta")}
     for name, weight in weights.items():
         moments[name + _FIRST] = moments[name + _SECOND] = torch.empty_like(weight, device="meta")

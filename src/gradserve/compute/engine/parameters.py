@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
 from gradserve.compute.engine.lora import PREFIX, Tensors
@@ -13,7 +12,7 @@ from gradserve.wire.errors import Invalid
 
 
 def is_full(weights: Tensors) -> bool:
-    """Whether a weights object holds a model's parameters; the names of an adapter's tensors start with PEFT's prefix."""
+    """Whether a weights object holds a model's parameters; the names of an adapter's tensors start with PREFIX."""
     return not next(iter(weights), PREFIX).startswith(PREFIX)
 
 

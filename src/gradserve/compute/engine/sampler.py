@@ -23,9 +23,8 @@ from gradserve.compute.tasks import Outcome, SampleTask
 from gradserve.wire.errors import Invalid
 from gradserve.wire.ops import Sample
 
-
 FULL_LANE_SHARE = 8
-"""The cache of a version of a fully trained run is bounded by this part of a base's: several may be in use at a time."""
+"""The cache of a version of a fully trained run is bounded by this part of a base's: several may be open at a time."""
 
 _Key = tuple[str, str | None]
 """A lane's base, and the digest of the parameters it computes with when they aren't the base's own."""
@@ -65,14 +64,13 @@ class Sampler:
     def step(self) -> list[Outcome]:
         """One pass of the lane whose turn it is."""
         outcomes, self._refused = self._refused, []
-        for key, lane in self._lanes.items():
-            if lane.busy:
-                self._lanes[key] = self._lanes.pop(key)  # to the end of the line
-                for request, error in lane.step():
-                    outcomes.append(request.done() if error is None else failure(request.task_id, error))
-                if key[1] is not None and not lane.busy:
-                    del self._lanes[key]
-                break
+        turn = next((key for key, lane in self._lanes.items() if lane.busy), None)
+        if turn is not None:
+            lane = self._lanes.pop(turn)
+            for request, error in lane.step():
+                outcomes.append(request.done() if error is None else failure(request.task_id, error))
+            if lane.busy or turn[1] is None:
+                self._lanes[turn] = lane  # to the end of the line
         return outcomes
 
     def _full_parameters(self, op: Sample, base: Base) -> Tensors | None:
