@@ -72,7 +72,8 @@ def test_a_run_is_what_the_base_is_and_then_learns(service: tinker.ServiceClient
 
 
 async def _created(service: tinker.ServiceClient) -> tinker.TrainingClient:
-    return await gradserve.create_full_training_client(service, "tiny")
+    made: tinker.TrainingClient = await gradserve.create_full_training_client(service, "tiny")
+    return made
 
 
 def test_the_sampler_samples_the_version_it_was_made_of(run: tinker.TrainingClient) -> None:
@@ -83,7 +84,7 @@ def test_the_sampler_samples_the_version_it_was_made_of(run: tinker.TrainingClie
     for sequence in result.sequences:
         whole = datum([*tokens, *sequence.tokens])
         scored = logprobs(run.forward([whole], "cross_entropy").result())[0]
-        np.testing.assert_allclose(sequence.logprobs, scored[len(tokens) - 1 : -1], atol=ATOL)
+        np.testing.assert_allclose(np.array(sequence.logprobs), scored[len(tokens) - 1 : -1], atol=ATOL)
     before = [list(sequence.tokens) for sequence in result.sequences]
     train(run, DATA, steps=1)
     again = sampler.sample(prompt(tokens), 3, parameters).result()

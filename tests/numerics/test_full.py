@@ -137,6 +137,7 @@ def test_the_step_itself_is_torchs_to_the_bit(lab: Lab, adam: AdamParams) -> Non
         done = lab.run(OptimTask("step", weights, moments, [gradient], adam))
         weights, moments = done.objects["weights"], done.objects["moments"]
     assert all(torch.equal(lab.arrays.get(weights)[name], parameter) for name, parameter in twin.items())
+    assert moments is not None
     assert lab.arrays.get(moments)["step"] == 3
 
 

@@ -68,7 +68,8 @@ def _words(step: Step) -> str:
         case GradTask() as task:
             verb = "grad" if task.backward else "forward"
             tokens = sum(row.length for row in task.rows)
-            return f"{verb} {task.base}+{task.weights[:8]} {task.loss} rows={len(task.rows)} tokens={tokens}"
+            passes = f" passes={len(task.pass_rows)}" if task.pass_rows else ""
+            return f"{verb} {task.base}+{task.weights[:8]} {task.loss} rows={len(task.rows)} tokens={tokens}{passes}"
         case ReduceTask():
             return "reduce " + " ".join(f"%{number}" for number in step.after)
         case OptimTask() as task:

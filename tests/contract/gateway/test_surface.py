@@ -13,7 +13,7 @@ from tests.contract.gateway.gate import Gate
 
 HERE = Path(__file__).parent
 _CODE = re.compile(
-    r"(auth|body|checkpoint|config|data|file|future|http|input|link|load|lora|loss|model|op|optim|prompt|query|run"
+    r"(auth|body|checkpoint|config|data|file|full|future|http|input|link|load|lora|loss|model|op|optim|prompt|query|run"
     r"|sample|sampler|save|seed|seq|server|session|unsupported)\.[a-z_]+"
 )
 
