@@ -129,12 +129,15 @@ def _worker_specs(settings: Settings, catalog: Catalog) -> list[WorkerSpec]:
     return [
         WorkerSpec(
             id=f"local-{number}",
-            threads=max(1, settings.worker_threads // settings.workers),
+            threads=settings.threads_per_worker,
             bases=tuple(facts.spec for facts in catalog.all()),
             objects=str(shared_memory_root(settings.data_dir)),
             durable_objects=str(Paths(settings.data_dir).objects),
             kv_cache_bytes=settings.kv_cache_bytes,
             pass_tokens=settings.pass_tokens,
+            device=settings.device,
+            dtype=settings.dtype,
+            numerics=settings.numerics,
         )
         for number in range(settings.workers)
     ]

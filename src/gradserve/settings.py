@@ -10,8 +10,9 @@ import os
 from decimal import Decimal
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -78,6 +79,9 @@ class Settings(BaseSettings):
 
     workers: int = Field(1, ge=1)
     worker_threads: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    numerics: Literal["fast", "batch_invariant"] = "fast"
     task_tokens: int = Field(1024, ge=1, description="token budget of one training Task")
     pass_tokens: int = Field(1024, ge=1, description="token budget of one sampling pass")
     kv_cache_bytes: int = Field(2 << 30, ge=1 << 20)
@@ -97,6 +101,29 @@ class Settings(BaseSettings):
             if not key.startswith(KEY_PREFIX) or len(key) < len(KEY_PREFIX) + 16:
                 raise ValueError(f"each key must start with {KEY_PREFIX!r} and have at least 16 characters after it")
         return keys
+
+    @model_validator(mode="after")
+    def _modes_fit_together(self) -> Settings:
+        if self.numerics != "batch_invariant":
+            return self
+        if self.device == "cuda" or self.dtype not in ("auto", "float32"):
+            raise ValueError('numerics "batch_invariant" computes in float32 on the CPU: leave device and dtype unset')
+        if "worker_threads" in self.model_fields_set and self.worker_threads > self.workers:
+            raise ValueError(
+                'numerics "batch_invariant" computes on one thread per worker: '
+                f"set workers = {self.worker_threads} to use {self.worker_threads} threads"
+            )
+        return self
+
+    @property
+    def threads_per_worker(self) -> int:
+        """``worker_threads`` are shared by all workers."""
+        return 1 if self.numerics == "batch_invariant" else max(1, self.worker_threads // self.workers)
+
+    @property
+    def tokens_per_task(self) -> int:
+        """Where the Tasks of an Op are cut. 0: after every row, so that no sum depends on where the cuts are."""
+        return 0 if self.numerics == "batch_invariant" else self.task_tokens
 
     @property
     def on_loopback(self) -> bool:

@@ -7,14 +7,29 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from gradserve.compute import local
 from gradserve.compute.executor import WorkerLost, WorkerState
 from gradserve.compute.local import LocalExecutor
 from gradserve.compute.objects import ObjectStore
-from gradserve.compute.tasks import BaseSpec, Done, Failed, InitTask, WorkerSpec
-from gradserve.wire.ops import LoraConfig
+from gradserve.compute.tasks import (
+    BaseSpec,
+    Done,
+    Failed,
+    InitTask,
+    Progress,
+    Ready,
+    SampleTask,
+    ToWorker,
+    Usage,
+    WorkerSpec,
+)
+from gradserve.wire.data import as_tokens
+from gradserve.wire.ops import LoraConfig, Sample, SamplingParams
 
 
 def spec(tmp_path: Path, tiny_models: dict[str, str], name: str = "w") -> WorkerSpec:
@@ -136,5 +151,81 @@ def test_closing_fails_what_is_in_flight(tmp_path: Path, tiny_models: dict[str, 
         with pytest.raises(WorkerLost) as lost:
             await running
         assert lost.value.reason.kind == "stopped"
+
+    run_with(executor, scenario)
+
+
+def endless(name: str) -> SampleTask:
+    """More than is ever sampled in a test: 200 sequences to the end of the context."""
+    params = SamplingParams(400, seed=1)
+    return SampleTask(name, Sample("tiny", None, as_tokens([30, 31]), 200, params))
+
+
+def test_a_cancelled_sample_ends_at_once_and_others_go_on(tmp_path: Path, tiny_models: dict[str, str]) -> None:
+    executor = LocalExecutor([spec(tmp_path, tiny_models)])
+
+    async def scenario() -> None:
+        running = [asyncio.create_task(executor.run("w", endless(name))) for name in ("a", "b")]
+        short = SampleTask("c", Sample("tiny", None, as_tokens([40]), 1, SamplingParams(3, seed=1)))
+        assert isinstance(await executor.run("w", short), Done), "so the worker has been given the others"
+        for name in ("a", "b", "a", "nobody"):
+            executor.cancel("w", name)
+        for name, outcome in zip("ab", await asyncio.gather(*running), strict=True):
+            assert isinstance(outcome, Failed)
+            assert (outcome.task_id, outcome.kind) == (name, "cancelled")
+        assert isinstance(await executor.run("w", init(1)), Done)
+
+    run_with(executor, scenario)
+
+
+def test_a_streamed_sample_is_told_in_parts(tmp_path: Path, tiny_models: dict[str, str]) -> None:
+    executor = LocalExecutor([spec(tmp_path, tiny_models)])
+    told: list[Progress] = []
+
+    async def scenario() -> None:
+        op = Sample("tiny", None, as_tokens([40]), 2, SamplingParams(6, seed=1))
+        outcome = await executor.run("w", SampleTask("a", op, stream=True), told.append)
+        assert isinstance(outcome, Done)
+        assert outcome.sample is not None
+        for index, sequence in enumerate(outcome.sample.sequences):
+            parts = [report for report in told if report.index == index]
+            assert len(parts) > 1
+            assert b"".join(report.tokens for report in parts) == sequence.tokens
+            assert b"".join(report.logprobs for report in parts) == sequence.logprobs
+
+    run_with(executor, scenario)
+
+
+def _streaming_child(pipe: Any, spec: bytes) -> None:
+    """A worker without a model: a streamed sample gives tokens 1, 2, 3 of two sequences, then its outcome."""
+    pipe.send_bytes(msgspec.msgpack.encode(Ready(os.getpid())))
+    decoder = msgspec.msgpack.Decoder(ToWorker)
+    while True:
+        try:
+            message = decoder.decode(pipe.recv_bytes())
+        except EOFError:
+            return
+        if isinstance(message, SampleTask):
+            for token in (1, 2, 3) if message.stream else ():
+                for index in (0, 1):
+                    report = Progress(message.id, index, as_tokens([token * 10 + index]), b"\0" * 4)
+                    pipe.send_bytes(msgspec.msgpack.encode(report))
+            pipe.send_bytes(msgspec.msgpack.encode(Done(message.id, Usage())))
+
+
+def test_progress_is_told_in_order_before_the_outcome(
+    tmp_path: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_child", _streaming_child)
+    executor = LocalExecutor([spec(tmp_path, tiny_models)])
+    told: list[tuple[int, bytes]] = []
+
+    async def scenario() -> None:
+        task = msgspec.structs.replace(endless("a"), stream=True)
+        outcome = await executor.run("w", task, lambda report: told.append((report.index, report.tokens)))
+        assert isinstance(outcome, Done)
+        assert told == [(i, as_tokens([token * 10 + i])) for token in (1, 2, 3) for i in (0, 1)]
+        assert isinstance(await executor.run("w", task), Done), "nobody has to listen"
+        assert len(told) == 6
 
     run_with(executor, scenario)

@@ -169,11 +169,12 @@ async def test_a_settlement_writes_everything(store: Store) -> None:
     await store.submit(op)
     update = RunUpdate("r", 7, "w7", "m7", ((1, "g1"), (2, "g2")), corrupted=True)
     ends = end(op, run=update, checkpoint=a_checkpoint(), sampling_session=a_sampler(), ledger=a_line(1))
+    ends = msgspec.structs.replace(ends, weights="w6", version=6)
     assert await store.settle(ends)
 
     stored = await store.get_op("acme", op.id)
     assert stored == msgspec.structs.replace(
-        op, state="done", ended_at=50.0, result=b"\0ok", content_type="application/json"
+        op, state="done", ended_at=50.0, result=b"\0ok", content_type="application/json", weights="w6", version=6
     )
     run = await store.get_run("acme", "r")
     assert run == a_run(

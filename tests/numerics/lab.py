@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from gradserve.compute.engine.arrays import Arrays
 from gradserve.compute.engine.base import Base, Bases
 from gradserve.compute.engine.engine import Engine, TrainingTask
+from gradserve.compute.engine.kernels import FAST, Kernels
 from gradserve.compute.engine.sampler import Sampler
 from gradserve.compute.objects import ObjectStore
 from gradserve.compute.tasks import BaseSpec, Done, Failed, GradTask, InitTask, SampleTask
@@ -29,10 +30,19 @@ LENGTHS = (1, 37, 5, 60, 2)
 class Lab:
     """``models`` are directories by the name under which a Task asks for them."""
 
-    def __init__(self, objects: Path, models: dict[str, Path], kv_bytes: int = 1 << 26, pass_tokens: int = 512) -> None:
+    def __init__(
+        self,
+        objects: Path,
+        models: dict[str, Path],
+        kv_bytes: int = 1 << 26,
+        pass_tokens: int = 512,
+        dtype: torch.dtype = torch.float32,
+        kernels: Kernels = FAST,
+    ) -> None:
         self.store = ObjectStore(objects, objects)
         self.arrays = Arrays(self.store, CPU)
-        self.bases = Bases(tuple(BaseSpec(name, str(path)) for name, path in models.items()), CPU)
+        specs = tuple(BaseSpec(name, str(path)) for name, path in models.items())
+        self.bases = Bases(specs, CPU, dtype, kernels)
         self.engine = Engine(self.bases, self.arrays)
         self.sampler = Sampler(self.bases, self.arrays, kv_bytes, pass_tokens)
         self.models = models

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 
 from gradserve.compute.catalog import FAMILIES
 from gradserve.compute.engine import sampler as sampling
-from gradserve.compute.tasks import GradTask, InitTask, OptimTask, ReduceTask, SampleTask
+from gradserve.compute.engine.engine import Engine
+from gradserve.compute.engine.origin import Origin
+from gradserve.compute.tasks import Done, GradTask, InitTask, OptimTask, ReduceTask, SampleTask
 from gradserve.wire.data import Row
 from gradserve.wire.losses import LOSSES
 from gradserve.wire.ops import AdamParams
@@ -213,7 +216,7 @@ def test_the_sampler_says_what_the_trainer_says(lab: Lab) -> None:
 
 def test_a_version_is_dropped_when_its_last_request_ends(lab: Lab) -> None:
     lab.sample([ask(TIED, ids(0, 4), trained(lab, TIED)), ask(TIED, ids(0, 4))])
-    assert list(lab.sampler._lanes) == [(TIED, None)]
+    assert list(lab.sampler._lanes) == [TIED]
     assert not any(weights for weights in lab.sampler._adapters)
 
 
@@ -249,3 +252,67 @@ def test_what_is_not_finite_is_refused_and_leaves_nothing(lab: Lab) -> None:
 def test_passes_over_an_adapter_are_refused(lab: Lab) -> None:
     failed = lab.fail(GradTask("g", TIED, lab.adapter(TIED), plain_rows(), "cross_entropy", {}, True, (2, 3)))
     assert "pass_rows" in failed.message
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_base_in_half_precision_all_parameters_are_float32(lab: Lab, tmp_path: Path, dtype: torch.dtype) -> None:
+    """The run starts from the base as the worker holds it, and computes in float32; adapters beside it stay as ever."""
+    half = Lab(tmp_path / "half", lab.models, dtype=dtype)
+    weights, rows = fresh(half, TIED), plain_rows()
+    assert {tensor.dtype for tensor in half.arrays.get(weights).values()} == {torch.float32}
+    model = reference.load(lab.models[TIED])
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype).float()
+    adapter = half.adapter(TIED)
+    before = half.grad(TIED, adapter, rows).objects["gradient"]
+    done = half.run(full_grad(weights, TIED, rows, 2, 3))
+    torch.autograd.backward(reference.loss("cross_entropy", rows, reference.logprobs(model, rows), {}))
+    assert_gradients_equal(half.gradient(done), named_gradients(model))
+    (result,) = half.sample([ask(TIED, ids(5, 9), weights, max_tokens=12)])
+    whole = np.concatenate([ids(5, 9), tokens(result.sequences[0])]).astype(np.int32)
+    scored = reference.logprobs(model, [row(whole)])[0].detach().numpy()
+    np.testing.assert_allclose(logprobs(result.sequences[0]), scored[8:-1], atol=LOGPROB_ATOL, rtol=0)
+    assert half.grad(TIED, adapter, rows).objects["gradient"] == before
+
+
+def test_between_two_passes_the_base_is_itself_and_the_pause_is_free(lab: Lab) -> None:
+    """Others' samples may be drawn there, and the run's gradient is the same as without."""
+    weights, rows, seen = trained(lab, TIED), plain_rows(), []
+    task = full_grad(weights, TIED, rows, 2, 1, 2)
+    alone = lab.run(task).objects["gradient"]
+    op = ask(TIED, ids(1, 6), None, max_tokens=4)
+    wanted = all_tokens(lab.sample([op]))
+
+    def between() -> None:
+        seen.append(all_tokens(lab.sample([op])))
+        time.sleep(1.0)
+
+    shared = Engine(lab.bases, lab.arrays, between).run(task)
+    assert isinstance(shared, Done)
+    assert seen == [wanted, wanted]
+    assert shared.objects["gradient"] == alone
+    assert shared.usage.compute_us < 1_900_000, "two pauses of a second are not on this Task's account"
+
+
+def test_with_adapters_in_one_call_each_gets_what_it_gets_alone(lab: Lab) -> None:
+    weights, adapter, rows = trained(lab, TIED), lab.adapter(TIED), plain_rows()
+    tasks = [
+        GradTask("a", TIED, adapter, rows, "cross_entropy", {}, True),
+        full_grad(weights, TIED, rows, 5),
+        GradTask("b", TIED, adapter, rows[:2], "cross_entropy", {}, True),
+    ]
+    together = lab.engine.run_together(tasks)
+    for task, outcome in zip(tasks, together, strict=True):
+        assert isinstance(outcome, Done)
+        assert outcome.objects == lab.run(task).objects
+
+
+def test_gradients_and_moments_say_whose_they_are(lab: Lab) -> None:
+    weights = fresh(lab, TIED)
+    gradient = lab.run(full_grad(weights, TIED, plain_rows(), 5)).objects["gradient"]
+    assert lab.arrays.origin(gradient) == Origin(weights, TIED)
+    done = lab.run(OptimTask("step", weights, None, [gradient], AdamParams()))
+    assert lab.arrays.origin(done.objects["moments"]) == Origin(done.objects["weights"])
+    assert lab.arrays.origin(done.objects["weights"]) is None
+    failed = lab.fail(OptimTask("step", done.objects["weights"], done.objects["moments"], [gradient], AdamParams()))
+    assert failed.kind == "mismatch"

@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from gradserve.compute.catalog import ModelUnusable
 from gradserve.compute.engine.attention import PackedLayout, layout_attention
 from gradserve.compute.engine.base import Base
+from gradserve.compute.engine.kernels import FAST
 from gradserve.compute.engine.lora import Adapter, Route, route
 from gradserve.compute.tasks import BaseSpec
 from gradserve.wire.errors import Invalid
@@ -95,4 +96,4 @@ def test_models_that_would_be_wrong_are_refused(
         monkeypatch.setattr(config, name, value)
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: config)
     with pytest.raises(ModelUnusable, match=message):
-        Base.load(BaseSpec("m", "/nowhere"), CPU)
+        Base.load(BaseSpec("m", "/nowhere"), CPU, torch.float32, FAST)

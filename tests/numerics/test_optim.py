@@ -57,7 +57,8 @@ def test_a_step_changes_nothing_that_it_was_given(lab: Lab) -> None:
     before = {digest: {k: v.clone() for k, v in lab.arrays.get(digest).items()} for digest in (weights, gradient)}
     first = lab.run(OptimTask("step", weights, None, [gradient], AdamParams(grad_clip_norm=0.1)))
     moments = {k: v.clone() for k, v in lab.arrays.get(first.objects["moments"]).items()}
-    lab.run(OptimTask("step", first.objects["weights"], first.objects["moments"], [gradient], AdamParams()))
+    next_gradient = lab.grad("llama", first.objects["weights"], plain_rows()).objects["gradient"]
+    lab.run(OptimTask("step", first.objects["weights"], first.objects["moments"], [next_gradient], AdamParams()))
     for digest, tensors in before.items():
         assert all(torch.equal(lab.arrays.get(digest)[name], tensor) for name, tensor in tensors.items())
     assert all(torch.equal(lab.arrays.get(first.objects["moments"])[k], v) for k, v in moments.items())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gradserve.compute.objects import ObjectMissing, ObjectStore, claim
+from gradserve.compute.objects import ObjectCorrupt, ObjectMissing, ObjectStore, claim
 
 
 @pytest.fixture
@@ -64,3 +64,31 @@ def test_shared_memory_of_a_data_directory_that_is_gone_is_given_back(tmp_path: 
     gone.rmdir()
     claim(roots[0], kept)
     assert [root.is_dir() for root in roots] == [True, False]
+
+
+@pytest.mark.parametrize("damage", [b"weightz", b"weight", b"weights\n", b""])
+def test_damage_is_found_and_not_copied(objects: ObjectStore, damage: bytes) -> None:
+    digest = objects.put(b"weights")
+    assert objects.verified_path(digest) == objects.path(digest)
+    objects.path(digest).write_bytes(damage)
+    with pytest.raises(ObjectCorrupt, match=digest) as caught:
+        objects.verified_path(digest)
+    assert (caught.value.digest, caught.value.file) == (digest, objects.path(digest))
+    with pytest.raises(ObjectCorrupt):
+        objects.persist(digest)
+    assert not objects.has_durable(digest)
+    with pytest.raises(ObjectMissing):
+        objects.verified_path("0" * 64)
+
+
+def test_the_good_copy_wins(objects: ObjectStore) -> None:
+    digest = objects.put(b"weights")
+    durable = objects.persist(digest)
+    objects.path(digest).write_bytes(b"x")
+    assert objects.verified_path(digest) == durable
+    assert not (objects.fast / durable.name).exists()
+    objects.put(b"weights")
+    durable.write_bytes(b"x")
+    assert objects.verified_path(digest).parent == objects.fast
+    objects.demote(digest)
+    assert (objects.path(digest), durable.read_bytes()) == (durable, b"weights"), "mended before the other copy went"

@@ -7,13 +7,26 @@ import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gradserve.compute.catalog import Catalog
 from gradserve.compute.checkpoints import CheckpointFolders
 from gradserve.compute.executor import WorkerState
 from gradserve.compute.objects import ObjectStore
-from gradserve.compute.tasks import Done, Failed, GradTask, InitTask, OptimTask, Outcome, ReduceTask, Task, Usage
+from gradserve.compute.tasks import (
+    Done,
+    Failed,
+    GradTask,
+    InitTask,
+    OptimTask,
+    Outcome,
+    Progress,
+    ReduceTask,
+    SampleTask,
+    Task,
+    Usage,
+)
 from gradserve.orchestration.scheduler import Scheduler
 from gradserve.settings import Settings
 from gradserve.store.base import Op, Run, Settlement
@@ -27,13 +40,17 @@ from gradserve.wire.ops import (
     LoraConfig,
     OpBody,
     OptimStep,
+    Sample,
+    SamplingParams,
     SaveWeights,
     encode_body,
     kind_of,
 )
-from gradserve.wire.results import ForwardBackwardResult
+from gradserve.wire.results import ForwardBackwardResult, SampledSequence, SampleResult
 
 LORA = LoraConfig(4, seed=1)
+TOKENS = [7, 8, 9]
+LOGPROB = b"\0\0\0\0"
 
 
 class ScriptedWorker:
@@ -42,9 +59,13 @@ class ScriptedWorker:
     def __init__(self, objects: ObjectStore) -> None:
         self.on_change: Callable[[], None] = lambda: None
         self.objects = objects
+        self.given: list[str] = []
         self.done: list[str] = []
+        self.told_to_stop: list[str] = []
         self.refuse: set[str] = set()
         self.slow: dict[str, asyncio.Event] = {}
+        self.used: str | None = None
+        """Weights that it uses whatever it is asked for."""
 
     async def start(self) -> None: ...
 
@@ -53,10 +74,13 @@ class ScriptedWorker:
     def workers(self) -> list[WorkerState]:
         return [WorkerState("w", "ready", 1, 0, 0)]
 
-    async def run(self, worker_id: str, task: Task) -> Outcome:
+    async def run(self, worker_id: str, task: Task, on_progress: Callable[[Progress], None] | None = None) -> Outcome:
         await asyncio.sleep(0)
+        self.given.append(task.id)
         if task.id in self.slow:
             await self.slow[task.id].wait()
+        if task.id in self.told_to_stop:
+            return Failed(task.id, "cancelled", "")
         self.done.append(task.id)
         if task.id in self.refuse:
             return Failed(task.id, "user", "not finite")
@@ -66,16 +90,28 @@ class ScriptedWorker:
                 return Done(task.id, usage, {"weights": self.objects.put(b"w0")})
             case GradTask():
                 rows = ForwardBackwardResult([Array("float32", (1,), b"\0" * 4) for _ in task.rows], {"loss:sum": 1.0})
+                rows = msgspec.structs.replace(rows, weights=self.used or task.weights)
                 return Done(task.id, usage, {"gradient": self.objects.put(f"g:{task.id}".encode())}, rows=rows)
             case ReduceTask():
                 for gradient in task.gradients:
                     self.objects.path(gradient)  # as a worker reads them
                 return Done(task.id, usage, {"gradient": self.objects.put("+".join(task.gradients).encode())})
+            case SampleTask():
+                if on_progress is not None and task.stream:
+                    for token in TOKENS:
+                        on_progress(Progress(task.id, 0, as_tokens([token]), LOGPROB))
+                sequence = SampledSequence(as_tokens(TOKENS), LOGPROB * len(TOKENS), stopped=False)
+                return Done(task.id, usage, sample=SampleResult([sequence], weights=task.op.weights))
             case OptimTask():
                 made = {"weights": self.objects.put(f"w:{task.id}".encode()), "moments": self.objects.put(b"m")}
                 return Done(task.id, usage, made, metrics={"grad_norm": float(len(task.gradients))})
             case _:
                 raise AssertionError(task)
+
+    def cancel(self, worker_id: str, task_id: str) -> None:
+        self.told_to_stop.append(task_id)
+        if task_id in self.slow:
+            self.slow[task_id].set()
 
 
 class World:
@@ -106,6 +142,20 @@ class World:
         if told:
             self.wakeups.submitted(stored)
         return stored.id
+
+    async def sample(self, seq: int) -> Op:
+        """A sample from the base alone."""
+        body = Sample("tiny", None, as_tokens([1]), 1, SamplingParams(3, seed=0))
+        op = Op(f"p:op:{seq}", "t", "s", "p", seq, "sample", encode_body(body), float(seq))
+        stored, _ = await self.store.submit(op)
+        self.wakeups.submitted(stored)
+        return stored
+
+    async def given(self, task_id: str) -> None:
+        """Until a worker has the Task."""
+        async with asyncio.timeout(10):
+            while task_id not in self.worker.given:  # noqa: ASYNC110  (given by a background task)
+                await asyncio.sleep(0.005)
 
     async def ended(self, op_id: str) -> Op:
         async with asyncio.timeout(10):
@@ -255,6 +305,121 @@ def test_a_checkpoint_is_a_folder_and_an_unwanted_overwrite_is_refused(tmp_path:
     folder = tmp_path / "checkpoints" / "r" / "weights" / "a"
     assert (folder / "adapter_model.safetensors").read_bytes() == b"w0"
     assert world.objects.has_durable(ObjectStore.digest(b"w0"))
+
+
+def was_cancelled(op: Op) -> bool:
+    return op.state == "failed" and op.problem is not None and op.problem.code == "op.cancelled" and op.result is None
+
+
+def test_a_running_sample_is_cancelled_and_costs_nothing(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        world.worker.slow["p:op:1/0"] = asyncio.Event()
+        op = await world.sample(1)
+        await world.given("p:op:1/0")
+        assert await world.wakeups.cancel(op)
+        ended = await world.ended(op.id)
+        assert was_cancelled(ended)
+        assert world.worker.told_to_stop == ["p:op:1/0"]
+        assert not await world.wakeups.cancel(ended), "again: nothing is left to stop"
+        assert (await world.ended((await world.sample(2)).id)).state == "done"
+        assert [line.op_id for line in (await world.store.ledger_lines("t", None, 10, 0))[0]] == ["p:op:2"]
+        assert await world.store.unfinished_ops() == [], "so no later server runs it"
+
+    play(tmp_path, story)
+
+
+def test_a_sample_is_cancelled_before_it_is_even_queued(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        op = await world.sample(1)
+        assert await world.wakeups.cancel(op)
+        assert was_cancelled(await world.ended(op.id))
+
+    assert play(tmp_path, story).worker.given == []
+
+
+def test_a_training_op_is_cancelled_only_while_it_waits(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        world.worker.slow["r:op:1/0"] = asyncio.Event()
+        await world.submit(0, CreateModel("tiny", LORA))
+        running = await world.submit(1, forward_backward(2))
+        step = await world.submit(2, OptimStep(AdamParams()))
+        later = await world.submit(3, forward_backward(2))
+        await world.given("r:op:1/0")
+
+        async def stop(op_id: str) -> bool:
+            op = await world.store.get_op("t", op_id)
+            assert op is not None
+            return await world.wakeups.cancel(op)
+
+        assert not await stop(running)
+        assert await stop(step)
+        assert was_cancelled(await world.ended(step))
+        assert not await stop(step)
+        world.worker.slow["r:op:1/0"].set()
+        assert (await world.ended(running)).state == "done"
+        assert (await world.ended(later)).state == "done"
+        run = await world.store.get_run("t", "r")
+        assert run is not None
+        assert (run.version, run.cursor, sorted(seq for seq, _ in run.gradients)) == (0, 3, [1, 3])
+        assert not await stop(running)
+
+    assert "r:op:2/0" not in play(tmp_path, story).worker.given
+
+
+def test_the_tokens_of_a_sample_come_before_its_end(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        with world.scheduler.stream("p:op:1") as stream:
+            op = await world.sample(1)
+            await world.sample(2)
+            seen = [progress.tokens async for progress in stream]
+            assert seen == [as_tokens([token]) for token in TOKENS]
+            stored = await world.store.get_op("t", op.id)
+            assert stored is not None
+            assert stored.state == "done", "the end of the stream comes after the result"
+
+    assert play(tmp_path, story).scheduler._streams == {}
+
+
+def test_the_stream_of_a_cancelled_sample_ends(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        world.worker.slow["p:op:1/0"] = asyncio.Event()
+        with world.scheduler.stream("p:op:1") as stream:
+            op = await world.sample(1)
+            await world.given("p:op:1/0")
+            assert await world.wakeups.cancel(op)
+            async with asyncio.timeout(10):
+                assert [progress async for progress in stream] == []
+
+    play(tmp_path, story)
+
+
+def test_a_result_of_other_weights_is_no_result(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await world.ended(await world.submit(0, CreateModel("tiny", LORA)))
+        sound = await world.ended(await world.submit(1, forward_backward(2)))
+        assert (sound.weights, sound.version) == (ObjectStore.digest(b"w0"), 0)
+        world.worker.used = "0" * 64
+        wrong = await world.ended(await world.submit(2, forward_backward(2)))
+        assert wrong.problem is not None
+        assert (wrong.state, wrong.problem.code, wrong.result) == ("failed", "weights.mismatch", None)
+        run = await world.store.get_run("t", "r")
+        assert run is not None
+        assert [seq for seq, _ in run.gradients] == [1]
+
+    play(tmp_path, story)
+
+
+def test_damaged_weights_are_not_saved(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await world.ended(await world.submit(0, CreateModel("tiny", LORA)))
+        world.objects.path(ObjectStore.digest(b"w0")).write_bytes(b"w1")
+        saved = await world.ended(await world.submit(1, SaveWeights("a", "weights")))
+        assert saved.problem is not None
+        assert (saved.problem.status, saved.problem.code) == (500, "weights.corrupt")
+        assert await world.store.get_checkpoint("t", "r", "weights", "a") is None
+
+    world = play(tmp_path, story)
+    assert not world.objects.has_durable(ObjectStore.digest(b"w0")), "nor when the server stops"
 
 
 def test_a_settlement_that_cannot_be_written_stops_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
-from gradserve.compute.combine import combine
 from gradserve.compute.tasks import Failed
-from gradserve.orchestration.settle import problem_of
+from gradserve.orchestration.settle import combine, problem_of
 from gradserve.wire.data import Array
+from gradserve.wire.errors import ServerError
 from gradserve.wire.results import ForwardBackwardResult
 
 
@@ -24,6 +25,14 @@ def test_metrics_by_suffix() -> None:
     assert [row.numpy()[0] for row in whole.logprobs] == [-1.0, -3.0, -3.0, -3.0]
 
 
+def test_parts_computed_with_different_weights_are_not_combined() -> None:
+    parts = [msgspec.structs.replace(part(1, loss__sum=1.0), weights=weights) for weights in ("a" * 64, "b" * 64)]
+    assert combine(parts[:1]).weights == "a" * 64
+    with pytest.raises(ServerError, match="different versions") as caught:
+        combine(parts)
+    assert caught.value.code == "weights.mismatch"
+
+
 def test_a_metric_without_a_rule_is_an_error() -> None:
     with pytest.raises(ValueError, match="no rule to combine"):
         combine([part(1, loss__odd=1.0), part(1, loss__odd=1.0)])
@@ -34,6 +43,8 @@ def test_a_metric_without_a_rule_is_an_error() -> None:
     [
         ("user", 400, "compute.refused"),
         ("out_of_memory", 500, "compute.out_of_memory"),
+        ("corrupt", 500, "weights.corrupt"),
+        ("mismatch", 500, "weights.mismatch"),
         ("internal", 500, "compute.fault"),
     ],
 )

@@ -9,7 +9,7 @@ import click
 
 from gradserve.cli.runs import DATA_DIR
 from gradserve.cli.source import one_run
-from gradserve.store.base import LedgerLine
+from gradserve.store.base import Checkpoint, LedgerLine
 from gradserve.store.overview import RunDetail
 from gradserve.wire.ops import LoraConfig
 
@@ -35,7 +35,7 @@ def _show(detail: RunDetail) -> None:
     if run.corrupted:
         click.secho("  corrupted: start again from a checkpoint", fg="red")
     for checkpoint in detail.checkpoints:
-        click.echo(f"  saved     {checkpoint.path}   v{checkpoint.version}, {checkpoint.size_bytes / 2**20:.1f} MiB")
+        click.echo(f"  saved     {checkpoint.path}   v{checkpoint.version}, {_saved(checkpoint)}")
     click.echo(
         f"  bill      ${total.amount_usd:f} = {total.train_tokens:,} trained + {total.prefill_tokens:,} prefilled + "
         f"{total.sample_tokens:,} sampled tokens, {total.compute_ms / 1000:,.3f} s of compute, {total.lines} lines"
@@ -49,6 +49,10 @@ def _trained(lora: LoraConfig | None) -> str:
         return "all parameters"
     flags = [name for name in ("attn", "mlp", "unembed") if getattr(lora, f"train_{name}")]
     return f"LoRA rank {lora.rank} on {', '.join(flags)}, seed {lora.seed}"
+
+
+def _saved(checkpoint: Checkpoint) -> str:
+    return f"weights {checkpoint.weights[:16]}, {checkpoint.size_bytes / 2**20:.1f} MiB"
 
 
 def _line(line: LedgerLine) -> str:

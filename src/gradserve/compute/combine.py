@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from gradserve.wire.results import ForwardBackwardResult
 
 
-def combine(parts: Sequence[ForwardBackwardResult]) -> ForwardBackwardResult:
+def joined(parts: Sequence[ForwardBackwardResult]) -> ForwardBackwardResult:
     """Rows in order, metrics by the suffix after their ":".
 
-    sum adds, min and max choose, mean is weighted by rows; as the SDK itself combines chunks.
+    sum adds, min and max choose, mean is weighted by rows; as the SDK itself combines chunks. All parts were computed
+    with the same weights: those of the first stand for all.
     """
     logprobs = [row for part in parts for row in part.logprobs]
     metrics = {key: _combined(key, parts) for key in parts[0].metrics}
-    return ForwardBackwardResult(logprobs, metrics)
+    return ForwardBackwardResult(logprobs, metrics, parts[0].weights)
 
 
 def _combined(key: str, parts: Sequence[ForwardBackwardResult]) -> float:

@@ -4,6 +4,8 @@ Contract (tests/contract/test_executor.py):
 
 * ``run`` returns the Task's outcome or raises :class:`WorkerLost`; it never hangs after the worker is gone.
 * A lost worker is replaced by itself; ``on_change`` is called whenever a worker comes or goes.
+* ``cancel`` makes the worker forget a sample; its ``run`` then returns Failed ("cancelled"), unless it had just ended.
+* A streamed sample's Progress is told on the event loop, in order, before its outcome; never after WorkerLost.
 * Running a Task again elsewhere is always safe: Tasks are pure.
 """
 
@@ -14,7 +16,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from gradserve.compute.tasks import Outcome, Task
+from gradserve.compute.tasks import Outcome, Progress, Task
 
 ExitKind = Literal["signal", "out_of_memory", "exit", "silent", "stopped"]
 WorkerPhase = Literal["starting", "ready", "down"]
@@ -64,6 +66,10 @@ class Executor(Protocol):
 
     def workers(self) -> list[WorkerState]: ...
 
-    async def run(self, worker_id: str, task: Task) -> Outcome:
+    async def run(self, worker_id: str, task: Task, on_progress: Callable[[Progress], None] | None = None) -> Outcome:
         """Run a Task on a ready worker. Tasks of one worker may overlap (sampling is batched inside)."""
+        ...
+
+    def cancel(self, worker_id: str, task_id: str) -> None:
+        """Tell the worker to forget a sample that it was given; does not wait. One that it does not have is fine."""
         ...

@@ -19,18 +19,20 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from gradserve.compute.executor import ExitReason, WorkerLost, WorkerPhase, WorkerState
 from gradserve.compute.tasks import (
+    Cancel,
     Done,
     Failed,
     FromWorker,
     Outcome,
     Ping,
     Pong,
+    Progress,
     Ready,
     Task,
     ToWorker,
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     _Pipe: TypeAlias = Connection[Any, Any]
 else:  # generic only for type checkers
     _Pipe = Connection
+
+OnProgress: TypeAlias = Callable[[Progress], None]
 
 _context = multiprocessing.get_context("forkserver")
 _encoder = msgspec.msgpack.Encoder()
@@ -64,6 +68,13 @@ def _child(connection: _Pipe, spec: bytes) -> None:
     from gradserve.compute.engine.worker import main
 
     main(connection, msgspec.msgpack.decode(spec, type=WorkerSpec))
+
+
+class _InFlight(NamedTuple):
+    """A Task in a worker's hands, and who hears of it."""
+
+    outcome: asyncio.Future[Outcome]
+    on_progress: OnProgress | None
 
 
 class LocalExecutor:
@@ -91,9 +102,13 @@ class LocalExecutor:
         """Snapshots of all workers."""
         return [worker.state() for worker in self._workers.values()]
 
-    async def run(self, worker_id: str, task: Task) -> Outcome:
+    async def run(self, worker_id: str, task: Task, on_progress: OnProgress | None = None) -> Outcome:
         """Run a Task on a ready worker; see Executor."""
-        return await self._workers[worker_id].run(task)
+        return await self._workers[worker_id].run(task, on_progress)
+
+    def cancel(self, worker_id: str, task_id: str) -> None:
+        """Tell the worker to forget a sample; see Executor."""
+        self._workers[worker_id].cancel(task_id)
 
     def _changed(self) -> None:
         self.on_change()
@@ -110,7 +125,7 @@ class _Worker:
         self._process: ForkServerProcess | None = None
         self._pipe: _Pipe | None = None
         self._writer: ThreadPoolExecutor | None = None
-        self._in_flight: dict[str, asyncio.Future[Outcome]] = {}
+        self._in_flight: dict[str, _InFlight] = {}
         self._lost = asyncio.Event()
         self._heard_at = 0.0
         self._peak = 0
@@ -122,13 +137,17 @@ class _Worker:
         pid = self._process.pid if self._process and self._phase != "down" else None
         return WorkerState(self._spec.id, self._phase, pid, self._restarts, self._peak, self._last_exit)
 
-    async def run(self, task: Task) -> Outcome:
+    async def run(self, task: Task, on_progress: OnProgress | None) -> Outcome:
         if self._phase != "ready":
             raise WorkerLost(self._spec.id, self._last_exit or _STOPPED)
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._in_flight[task.id] = future
+        self._in_flight[task.id] = _InFlight(future, on_progress)
         self._send(task)
         return await future
+
+    def cancel(self, task_id: str) -> None:
+        if self._phase == "ready" and task_id in self._in_flight:
+            self._send(Cancel(task_id))
 
     async def keep_alive(self) -> None:
         """Start a process, watch it, and replace it when it is lost; the pause grows while starts fail."""
@@ -180,9 +199,13 @@ class _Worker:
         self._heard_at = time.monotonic()
         match message:
             case Done(task_id=task_id) | Failed(task_id=task_id):
-                future = self._in_flight.pop(task_id, None)
-                if future is not None and not future.done():
-                    future.set_result(message)
+                ended = self._in_flight.pop(task_id, None)
+                if ended is not None and not ended.outcome.done():
+                    ended.outcome.set_result(message)
+            case Progress(task_id=task_id):
+                running = self._in_flight.get(task_id)
+                if running is not None and running.on_progress is not None:
+                    running.on_progress(message)
             case Pong(peak_rss_bytes=peak):
                 self._peak = peak
             case Ready():
@@ -237,9 +260,9 @@ class _Worker:
         if self._writer is not None:
             self._writer.shutdown(wait=False, cancel_futures=True)
         lost, self._in_flight = self._in_flight, {}
-        for future in lost.values():
-            if not future.done():
-                future.set_exception(WorkerLost(self._spec.id, reason))
+        for task in lost.values():
+            if not task.outcome.done():
+                task.outcome.set_exception(WorkerLost(self._spec.id, reason))
         self._changed()
 
 

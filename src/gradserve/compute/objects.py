@@ -4,12 +4,14 @@ Two tiers. *Fast* is shared memory where the machine has it; every worker on the
 a crash of any process loses nothing. *Durable* is a directory on disk; ``persist`` copies an object there
 (temporary file, fsync, rename). Reading looks into fast, then durable.
 
-Files are written to a temporary name and renamed, so a name that exists is whole.
+Files are written to a temporary name and renamed, so a name that exists is whole. What was damaged afterwards (a bad
+disk, somebody's hand) is found when it is read: ``verified_path`` compares the bytes with the name.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import secrets
 import shutil
@@ -19,9 +21,20 @@ from pathlib import Path
 SUFFIX = ".safetensors"
 _OWNER = "owner"
 
+log = logging.getLogger(__name__)
+
 
 class ObjectMissing(KeyError):
     """Neither tier has an object of that digest."""
+
+
+class ObjectCorrupt(Exception):
+    """The bytes of ``file`` are not those that its name, ``digest``, promises, and no other tier has them."""
+
+    def __init__(self, digest: str, file: Path) -> None:
+        super().__init__(f"object {digest} is damaged: the bytes of {file} have another SHA-256")
+        self.digest = digest
+        self.file = file
 
 
 def shared_memory_root(data_dir: Path) -> Path:
@@ -86,22 +99,44 @@ class ObjectStore:
 
     def path(self, digest: str) -> Path:
         """The file of an object. Raises ObjectMissing."""
-        for root in (self.fast, self.durable):
-            candidate = root / (digest + SUFFIX)
+        for candidate in self._places(digest):
             if candidate.exists():
                 return candidate
         raise ObjectMissing(digest)
+
+    def verified_path(self, digest: str) -> Path:
+        """The same, after reading the file and comparing its bytes with its name: a second for a gigabyte.
+
+        A damaged fast copy is removed when the durable one is good. Raises ObjectMissing, ObjectCorrupt.
+        """
+        damaged: Path | None = None
+        for candidate in self._places(digest):
+            try:
+                whole = _is_whole(candidate, digest)
+            except FileNotFoundError:
+                continue
+            if not whole:
+                damaged = damaged or candidate
+                continue
+            if damaged is not None:
+                log.error("object %s is damaged in %s; %s is good and is used instead", digest, damaged, candidate)
+                self.discard_fast(digest)
+            return candidate
+        if damaged is None:
+            raise ObjectMissing(digest)
+        raise ObjectCorrupt(digest, damaged)
 
     def size(self, digest: str) -> int:
         """Bytes of an object. Raises ObjectMissing."""
         return self.path(digest).stat().st_size
 
     def persist(self, digest: str) -> Path:
-        """Copy an object to the durable tier and fsync it. Raises ObjectMissing."""
+        """Copy an object to the durable tier and fsync it. Raises ObjectMissing; ObjectCorrupt: nothing is copied."""
         target = self.durable / (digest + SUFFIX)
         if not target.exists():
+            source_path = self.verified_path(digest)
             temporary = self.durable / f"{digest}.{secrets.token_hex(4)}.tmp"
-            with open(self.path(digest), "rb") as source, open(temporary, "wb") as sink:
+            with open(source_path, "rb") as source, open(temporary, "wb") as sink:
                 shutil.copyfileobj(source, sink, 4 << 20)
                 sink.flush()
                 os.fsync(sink.fileno())
@@ -109,10 +144,18 @@ class ObjectStore:
             _fsync_directory(self.durable)
         return target
 
+    def demote(self, digest: str) -> None:
+        """Leave only the durable copy, made again if it was damaged. Raises ObjectMissing, ObjectCorrupt."""
+        durable = self.persist(digest)
+        if not _is_whole(durable, digest):
+            durable.unlink()
+            self.persist(digest)
+        self.discard_fast(digest)
+
     def discard(self, digest: str) -> None:
         """Remove an object from both tiers; one that is not there is fine."""
-        for root in (self.fast, self.durable):
-            (root / (digest + SUFFIX)).unlink(missing_ok=True)
+        for file in self._places(digest):
+            file.unlink(missing_ok=True)
 
     def discard_fast(self, digest: str) -> None:
         """Remove only the fast copy of an object."""
@@ -134,11 +177,20 @@ class ObjectStore:
         """How much more the fast tier can take."""
         return shutil.disk_usage(self.fast).free
 
+    def _places(self, digest: str) -> tuple[Path, Path]:
+        """Where an object may be, in the order of looking."""
+        return self.fast / (digest + SUFFIX), self.durable / (digest + SUFFIX)
+
     def sweep_temporary(self) -> None:
         """Remove what an interrupted writer left. Only when no worker is running."""
         for root in (self.fast, self.durable):
             for file in root.glob("*.tmp"):
                 file.unlink(missing_ok=True)
+
+
+def _is_whole(path: Path, digest: str) -> bool:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == digest
 
 
 def _older_than(root: Path, age_s: float) -> list[str]:

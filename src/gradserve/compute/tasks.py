@@ -29,7 +29,8 @@ class BaseSpec(msgspec.Struct, frozen=True):
 class WorkerSpec(msgspec.Struct, frozen=True):
     """All a worker must know to start. ``objects`` and ``durable_objects`` are the tiers of the object store.
 
-    ``kv_cache_bytes`` bounds the sampler's cache, ``pass_tokens`` one pass.
+    ``kv_cache_bytes`` bounds the sampler's cache, ``pass_tokens`` one pass. ``device`` and ``dtype`` may be "auto";
+    see engine/machine.py. ``numerics`` is explained in engine/kernels.py.
     """
 
     id: str
@@ -39,6 +40,9 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     durable_objects: str
     kv_cache_bytes: int
     pass_tokens: int
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    numerics: Literal["fast", "batch_invariant"] = "fast"
 
 
 class InitTask(msgspec.Struct, frozen=True, tag="init"):
@@ -70,6 +74,11 @@ class GradTask(msgspec.Struct, frozen=True, tag="grad"):
         ends = list(itertools.accumulate(self.pass_rows or (len(self.rows),)))
         return [self.rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(row.length for row in self.rows)
+
 
 class ReduceTask(msgspec.Struct, frozen=True, tag="reduce"):
     """Left fold of gradients in the order given -> ``gradient``."""
@@ -92,10 +101,14 @@ class OptimTask(msgspec.Struct, frozen=True, tag="optim"):
 
 
 class SampleTask(msgspec.Struct, frozen=True, tag="sample"):
-    """All samples of one request; batched in the worker with whatever else is running there."""
+    """All samples of one request; batched in the worker with whatever else is running there.
+
+    With ``stream`` the tokens are also sent as they come (Progress).
+    """
 
     id: str
     op: Sample
+    stream: bool = False
 
 
 Task = InitTask | GradTask | ReduceTask | OptimTask | SampleTask
@@ -135,7 +148,9 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     metrics: dict[str, float] = {}
 
 
-FailureKind = Literal["user", "out_of_memory", "internal"]
+FailureKind = Literal["user", "out_of_memory", "corrupt", "mismatch", "cancelled", "internal"]
+"""What went wrong: the caller's request; memory; an object whose bytes are not what its name says; an object that was
+computed from other weights than the Task's; nothing, it was told to stop; anything else."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -146,6 +161,21 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
     traceback: str = ""
     peak_rss_bytes: int = 0
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Forget a SampleTask. Answered by its outcome, Failed ("cancelled"); not at all when it had ended before."""
+
+    task_id: str
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """New tokens of sequence ``index`` of a streamed SampleTask: int32 [n], with float32 log-probs [n]."""
+
+    task_id: str
+    index: int
+    tokens: bytes
+    logprobs: bytes
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
@@ -164,6 +194,6 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     pid: int
 
 
-ToWorker = Task | Ping
-FromWorker = Done | Failed | Pong | Ready
+ToWorker = Task | Cancel | Ping
+FromWorker = Done | Failed | Progress | Pong | Ready
 Outcome = Done | Failed

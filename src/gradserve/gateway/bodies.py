@@ -260,6 +260,12 @@ class RetrieveFutureBody(Lenient, frozen=True):
     allow_metadata_only: bool = False
 
 
+class CancelFutureBody(Lenient, frozen=True):
+    """POST cancel_future."""
+
+    request_id: str
+
+
 class PathBody(Lenient, frozen=True):
     """POST weights_info."""
 

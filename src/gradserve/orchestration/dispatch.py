@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from gradserve.compute.executor import Executor, WorkerLost
 from gradserve.compute.tasks import Outcome, SampleTask, Task
+from gradserve.orchestration.streams import TokenStream
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +28,18 @@ class AttemptsExhausted(Exception):
     """Every worker that took the Task died. ``__cause__`` is the last WorkerLost."""
 
 
-@dataclass
+class TaskCancelled(Exception):
+    """The Task was withdrawn by :meth:`Dispatcher.cancel`."""
+
+
+@dataclass(eq=False)
 class _Entry:
     task: Task
     queue: str
     future: asyncio.Future[Outcome]
+    stream: TokenStream | None
     attempts: int = 0
+    worker: str | None = None
 
     @property
     def samples(self) -> int:
@@ -60,13 +67,33 @@ class Dispatcher:
     _loads: dict[str, _Load] = field(default_factory=dict)
     _running: set[asyncio.Task[None]] = field(default_factory=set)
     lost: Counter[str] = field(default_factory=Counter)
+    _entries: dict[str, _Entry] = field(default_factory=dict)
 
-    async def run(self, task: Task, queue: str) -> Outcome:
-        """Queue a Task and wait for its outcome. Raises AttemptsExhausted."""
-        entry = _Entry(task, queue, asyncio.get_running_loop().create_future())
+    async def run(self, task: Task, queue: str, stream: TokenStream | None = None) -> Outcome:
+        """Queue a Task and wait for its outcome; a streamed sample's tokens go to ``stream`` before.
+
+        Raises AttemptsExhausted, TaskCancelled.
+        """
+        entry = _Entry(task, queue, asyncio.get_running_loop().create_future(), stream)
+        self._entries[task.id] = entry
         self._queues.setdefault(queue, deque()).append(entry)
         self.pump()
-        return await entry.future
+        try:
+            return await entry.future
+        finally:
+            del self._entries[task.id]
+
+    def cancel(self, task_id: str) -> None:
+        """Withdraw a sample: a queued one never runs, a running one is forgotten by its worker. Not waiting is fine."""
+        entry = self._entries.get(task_id)
+        if entry is None or entry.future.done():
+            return
+        entry.future.set_exception(TaskCancelled(task_id))
+        if entry.worker is not None:
+            self.executor.cancel(entry.worker, task_id)  # its place is free when the worker says so
+        else:
+            self._remove(entry)
+            self.pump()  # it may have stood before one that finds room
 
     def pump(self) -> None:
         """Give every free place to the next Task. Called whenever a Task, a place or a worker becomes free."""
@@ -105,7 +132,15 @@ class Dispatcher:
             self._queues[name] = queue
         return entry
 
+    def _remove(self, entry: _Entry) -> None:
+        """Take an entry out of the middle of its queue."""
+        queue = self._queues[entry.queue]
+        queue.remove(entry)
+        if not queue:
+            del self._queues[entry.queue]
+
     def _start(self, entry: _Entry, worker: str) -> None:
+        entry.worker = worker
         load = self._loads[worker]
         load.train += entry.samples == 0
         load.samples += entry.samples
@@ -115,7 +150,8 @@ class Dispatcher:
 
     async def _finish(self, entry: _Entry, worker: str, load: _Load) -> None:
         try:
-            outcome = await self.executor.run(worker, entry.task)
+            on_progress = None if entry.stream is None else entry.stream.attempt()
+            outcome = await self.executor.run(worker, entry.task, on_progress)
         except WorkerLost as loss:
             self._lost(entry, loss)
         else:
@@ -127,6 +163,9 @@ class Dispatcher:
             self.pump()
 
     def _lost(self, entry: _Entry, loss: WorkerLost) -> None:
+        entry.worker = None
+        if entry.future.done():
+            return  # cancelled meanwhile
         if loss.reason.kind == "stopped":
             entry.future.cancel()
             return

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from gradserve.compute.checkpoints import CheckpointFolders
-from gradserve.compute.objects import ObjectStore
+from gradserve.compute.objects import ObjectCorrupt, ObjectStore
 from gradserve.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -80,5 +80,7 @@ class Janitor:
     async def _demote(self, cold: set[str]) -> None:
         """Move to disk what only a sampling session or a checkpoint keeps alive, so that shared memory stays small."""
         for digest in set(self._objects.fast_older_than(_DEMOTE_AFTER_S)) & cold:
-            await asyncio.to_thread(self._objects.persist, digest)
-            self._objects.discard_fast(digest)
+            try:
+                await asyncio.to_thread(self._objects.demote, digest)
+            except ObjectCorrupt as corrupt:
+                log.error("stays in shared memory: %s", corrupt)

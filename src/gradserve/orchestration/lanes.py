@@ -58,6 +58,10 @@ class Lane:
             seq += 1
         return started
 
+    def withdraw(self, seq: int) -> bool:
+        """Take back an Op that waits; its seq holds later ones back until ``end``. False when it does not wait."""
+        return self.waiting.pop(seq, None) is not None
+
     def end(self, seq: int) -> None:
         """The Op of this seq has ended (or was rejected): move the head over all that have."""
         self.touched_at = time.monotonic()

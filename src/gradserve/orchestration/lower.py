@@ -25,15 +25,21 @@ from gradserve.wire.ops import (
 def lower(op_id: str, body: OpBody, run: Run | None, task_tokens: int) -> Program:
     """The Program of one Op. ``run`` is the run as the Op finds it (None for a Sample).
 
-    ``task_tokens`` is the token budget of one GradTask; a row longer than the budget gets a Task of its own.
+    ``task_tokens`` is the token budget of one GradTask; a row longer than the budget gets a Task of its own
+    (so 0 cuts after every row).
     """
     return Program(op_id, _steps(op_id, body, run, task_tokens))
+
+
+def sample_task_id(op_id: str) -> str:
+    """The id of the one Task of a Sample."""
+    return f"{op_id}/0"
 
 
 def _steps(op_id: str, body: OpBody, run: Run | None, task_tokens: int) -> tuple[Step, ...]:
     match body:
         case Sample():
-            return (Compute(SampleTask(f"{op_id}/0", body)),)
+            return (Compute(SampleTask(sample_task_id(op_id), body)),)
         case CreateModel():
             return (Compute(InitTask(f"{op_id}/0", body.base, body.lora)),)
         case ForwardBackward():

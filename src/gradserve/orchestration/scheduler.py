@@ -15,21 +15,22 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import msgspec
 
 from gradserve.compute.checkpoints import CheckpointFolders
 from gradserve.compute.executor import Executor, WorkerLost
-from gradserve.compute.objects import ObjectMissing, ObjectStore
-from gradserve.compute.tasks import Done, Failed, Outcome, Task
-from gradserve.orchestration.dispatch import AttemptsExhausted, Dispatcher
+from gradserve.compute.objects import ObjectCorrupt, ObjectMissing, ObjectStore
+from gradserve.compute.tasks import Done, Failed, Outcome, SampleTask, Task
+from gradserve.orchestration.dispatch import AttemptsExhausted, Dispatcher, TaskCancelled
 from gradserve.orchestration.janitor import Janitor
 from gradserve.orchestration.lanes import Lane
-from gradserve.orchestration.lower import lower
+from gradserve.orchestration.lower import lower, sample_task_id
 from gradserve.orchestration.program import Compute, Persist, Program
-from gradserve.orchestration.settle import Context, problem_of, settle_done, settle_failed
+from gradserve.orchestration.settle import Context, cancelled, problem_of, settle_done, settle_failed, weights_corrupt
+from gradserve.orchestration.streams import TokenStream
 from gradserve.settings import Settings
 from gradserve.store.base import Checkpoint, Op, Run, Settlement, Store
 from gradserve.store.wakeups import Wakeups
@@ -69,6 +70,8 @@ class Scheduler:
         self._settings = settings
         self._lanes: dict[str, Lane] = {}
         self._samples: set[str] = set()
+        self._cancelled: set[str] = set()
+        self._streams: dict[str, TokenStream] = {}
         self._dispatcher = Dispatcher(executor, settings.task_attempts)
         self._held: Counter[str] = Counter()
         self._janitor = Janitor(store, objects, folders, settings.result_ttl_s, self.in_use, self._hot)
@@ -98,8 +101,25 @@ class Scheduler:
     async def park(self) -> None:
         """Copy all live arrays to the durable tier, so that shared memory can be given back."""
         for digest in await self._store.live_digests() | self.in_use():
-            with contextlib.suppress(ObjectMissing):
+            try:
                 await asyncio.to_thread(self._objects.persist, digest)
+            except ObjectMissing:
+                continue
+            except ObjectCorrupt as corrupt:
+                log.error("not kept over the restart: %s", corrupt)
+
+    @contextlib.contextmanager
+    def stream(self, op_id: str) -> Iterator[TokenStream]:
+        """The tokens of a sample as they are sampled, for one consumer inside the server.
+
+        Enter before the Op is submitted. The stream ends when the Op has ended, well or not, and its result, which has
+        all the tokens, is in the store; of an Op that ended earlier (a replay) nothing comes, not even the end.
+        """
+        stream = self._streams[op_id] = TokenStream()
+        try:
+            yield stream
+        finally:
+            del self._streams[op_id]
 
     def in_use(self) -> set[str]:
         """Digests that lanes and running Programs refer to."""
@@ -123,6 +143,10 @@ class Scheduler:
             for op in await self._wakeups.take_submitted(_POLL_S):
                 await self._admit(op)
             self._launch_all()
+            for op, told in self._wakeups.take_cancels():
+                stops = await self._cancel(op)
+                if not told.done():
+                    told.set_result(stops)
             self._forget_idle_lanes()
 
     def _forget_idle_lanes(self) -> None:
@@ -151,6 +175,22 @@ class Scheduler:
         for op in lane.start_ready():
             self._spawn(self._run_op(op, lane))
 
+    async def _cancel(self, op: Op) -> bool:
+        """Stop a sample, or a training Op that has not started. False when it can't be stopped (any more)."""
+        if op.id in self._samples:
+            self._cancelled.add(op.id)
+            self._dispatcher.cancel(sample_task_id(op.id))
+            return True
+        lane = self._lanes.get(op.scope)
+        if lane is None or not lane.withdraw(op.seq):
+            return False
+        # Before the lane goes on: after a crash nothing later may be in the journal without this.
+        await self._store.settle(settle_failed(op, cancelled(), time.time()))
+        self._wakeups.ended(op.id)
+        lane.end(op.seq)
+        self._launch(lane)
+        return True
+
     # One Op
 
     async def _run_op(self, op: Op, lane: Lane | None) -> None:
@@ -165,10 +205,13 @@ class Scheduler:
             await self._store.settle(settlement)
         finally:
             self._samples.discard(op.id)
+            self._cancelled.discard(op.id)
             for digest in held:
                 self._held[digest] -= 1
             self._held = +self._held
         self._wakeups.ended(op.id)
+        if op.id in self._streams:
+            self._streams[op.id].close()
         if op.kind in ("optim_step", "load_weights"):
             self._janitor.garbage()
 
@@ -176,12 +219,12 @@ class Scheduler:
         try:
             body = decode_body(op.body)
             run = lane.run if lane is not None else None
-            program = lower(op.id, body, run, self._settings.task_tokens)
+            program = lower(op.id, body, run, self._settings.tokens_per_task)
             self._check_arrays(body, run)
             outcomes = await self._execute(program, lane.run.id if lane else op.scope, held)
             failed = next((outcome for outcome in outcomes if isinstance(outcome, Failed)), None)
             if failed is not None:
-                if failed.kind == "internal":
+                if failed.traceback:
                     log.error("task %s failed:\n%s", failed.task_id, failed.traceback)
                 return settle_failed(op, problem_of(failed), time.time())
             done = [outcome for outcome in outcomes if isinstance(outcome, Done)]
@@ -193,6 +236,11 @@ class Scheduler:
             return settlement
         except (UserError, ServerError) as error:
             return settle_failed(op, error.problem(), time.time())
+        except TaskCancelled:
+            return settle_failed(op, cancelled(), time.time())
+        except ObjectCorrupt as corrupt:
+            log.error("op %s failed: %s", op.id, corrupt)
+            return settle_failed(op, weights_corrupt(f"object {corrupt.digest} is damaged").problem(), time.time())
         except AttemptsExhausted as exhausted:
             return settle_failed(op, _worker_lost(exhausted), time.time())
         except OSError as error:
@@ -218,7 +266,7 @@ class Scheduler:
             persisted = [step for step in waiting.values() if isinstance(step, Persist)]
             waiting = {n: step for n, step in waiting.items() if isinstance(step, Compute) and n not in computed}
             results = await asyncio.gather(
-                *(self._compute(step.bind(outcomes), queue, held) for step in computed.values())
+                *(self._compute(program.op_id, step.bind(outcomes), queue, held) for step in computed.values())
             )
             outcomes.update(zip(computed, results, strict=True))
             if any(isinstance(outcome, Failed) for outcome in results):
@@ -228,9 +276,14 @@ class Scheduler:
                     await asyncio.to_thread(self._objects.persist, digest)
         return [outcomes[number] for number in sorted(outcomes)]
 
-    async def _compute(self, task: Task, queue: str, held: list[str]) -> Outcome:
+    async def _compute(self, op_id: str, task: Task, queue: str, held: list[str]) -> Outcome:
         """Run one Task. What it made is kept from the janitor from now on, however long its siblings take."""
-        outcome = await self._dispatcher.run(task, queue)
+        if op_id in self._cancelled:
+            raise TaskCancelled(task.id)
+        stream = self._streams.get(op_id)
+        if stream is not None and isinstance(task, SampleTask):
+            task = msgspec.structs.replace(task, stream=True)
+        outcome = await self._dispatcher.run(task, queue, stream)
         if isinstance(outcome, Done):
             held.extend(outcome.objects.values())
             self._held.update(outcome.objects.values())

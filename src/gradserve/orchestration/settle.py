@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gradserve.compute.combine import combine
+from gradserve.compute.combine import joined
 from gradserve.compute.tasks import Done, Failed, Usage
 from gradserve.orchestration.meter import ledger_line
 from gradserve.settings import PriceSheet
 from gradserve.store.base import Checkpoint, Op, Run, RunUpdate, SamplingSession, Settlement
 from gradserve.wire import codec
-from gradserve.wire.errors import GradserveError, Problem, ServerError, UserError
+from gradserve.wire.errors import Gone, GradserveError, Problem, ServerError, UserError
 from gradserve.wire.ops import (
     CreateModel,
     ForwardBackward,
@@ -24,6 +24,7 @@ from gradserve.wire.ops import (
     SaveForSampling,
     SaveWeights,
 )
+from gradserve.wire.results import ForwardBackwardResult, SampleResult
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
@@ -72,9 +73,38 @@ def problem_of(failed: Failed) -> Problem:
                 f"The worker ran out of memory ({failed.message}; its peak so far was {peak:.0f} MiB).",
                 fix="Send shorter or fewer rows, or give the server a smaller task_tokens or kv_cache_bytes.",
             )
+        case "corrupt":
+            error = weights_corrupt(failed.message)
+        case "mismatch":
+            error = weights_mismatch(failed.message)
+        case "cancelled":
+            return cancelled()
         case "internal":
             error = ServerError("compute.fault", f"The computation failed on our side: {failed.message}")
     return error.problem()
+
+
+def weights_corrupt(what: str) -> ServerError:
+    """Stored weights, moments or gradients are not what they were when they were written."""
+    return ServerError(
+        "weights.corrupt",
+        f"Stored arrays of this run were changed or damaged ({what}); nothing was computed from them.",
+        fix="Create a training client from the last saved state.",
+    )
+
+
+def cancelled() -> Problem:
+    """What the future of a cancelled Op answers."""
+    return Gone("op.cancelled", "The request was cancelled; nothing is charged for it.").problem()
+
+
+def weights_mismatch(what: str) -> ServerError:
+    """Something was computed from other weights than it was asked for, or was about to be."""
+    return ServerError(
+        "weights.mismatch",
+        f"Arrays of different versions met; nothing was recorded ({what}).",
+        fix="Create a training client from the last saved state.",
+    )
 
 
 def _run(context: Context) -> Run:
@@ -84,6 +114,16 @@ def _run(context: Context) -> Run:
 
 def _done(context: Context, answer: object) -> Settlement:
     return Settlement(context.op.id, "done", context.at, msgspec.json.encode(answer), JSON)
+
+
+def _computed(context: Context, result: bytes, weights: str | None, version: int | None) -> Settlement:
+    return Settlement(context.op.id, "done", context.at, result, PROTOBUF, weights=weights, version=version)
+
+
+def _require_weights(result: ForwardBackwardResult | SampleResult, weights: str | None) -> None:
+    """The worker says which weights it used; a result of any others would be a wrong one."""
+    if result.weights != weights:
+        raise weights_mismatch(f"asked for {weights}, computed with {result.weights}")
 
 
 def _update(run: Run, **changes: object) -> RunUpdate:
@@ -102,14 +142,22 @@ def _forward_backward(context: Context, outcomes: Sequence[Done]) -> Settlement:
     body = context.body
     assert isinstance(body, ForwardBackward)
     parts = [outcome.rows for outcome in outcomes if outcome.rows is not None]
-    result = codec.encode_forward_backward(combine(parts))
-    settlement = Settlement(context.op.id, "done", context.at, result, PROTOBUF)
+    run = _run(context)
+    result = combine(parts)
+    _require_weights(result, run.weights)
+    settlement = _computed(context, codec.encode_forward_backward(result), run.weights, run.version)
     if not body.backward:
         return settlement
-    run = _run(context)
     gradient = outcomes[-1].objects["gradient"]  # of the only GradTask, or of the ReduceTask after them
     update = _update(run, gradients=(*run.gradients, (context.op.seq, gradient)))
     return msgspec.structs.replace(settlement, run=update)
+
+
+def combine(parts: Sequence[ForwardBackwardResult]) -> ForwardBackwardResult:
+    """The results of several GradTasks as one. Raises ServerError when they weren't computed with the same weights."""
+    for part in parts:
+        _require_weights(part, parts[0].weights)
+    return joined(parts)
 
 
 def _optim_step(context: Context, outcomes: Sequence[Done]) -> Settlement:
@@ -192,9 +240,11 @@ def _load_weights(context: Context, outcomes: Sequence[Done]) -> Settlement:
 
 
 def _sample(context: Context, outcomes: Sequence[Done]) -> Settlement:
-    (outcome,) = outcomes
+    body, (outcome,) = context.body, outcomes
+    assert isinstance(body, Sample)
     assert outcome.sample is not None
-    return Settlement(context.op.id, "done", context.at, codec.encode_sample(outcome.sample), PROTOBUF)
+    _require_weights(outcome.sample, body.weights)
+    return _computed(context, codec.encode_sample(outcome.sample), body.weights, body.version)
 
 
 _SETTLERS = {

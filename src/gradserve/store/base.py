@@ -109,7 +109,8 @@ class Op(msgspec.Struct, frozen=True):
 
     ``run_id`` is the run that is billed: the scope of a training Op; for a sample the run whose weights its session
     holds (None for the base alone). ``body`` is wire.ops msgpack, emptied when the result expires. ``result`` is what
-    retrieve_future answers, in ``content_type``. A failed or rejected Op carries ``problem`` instead.
+    retrieve_future answers, in ``content_type``; one that was computed with a run's weights says with which, by
+    ``weights`` (digest) and ``version``. A failed or rejected Op carries ``problem`` instead.
     """
 
     id: str
@@ -127,6 +128,8 @@ class Op(msgspec.Struct, frozen=True):
     result: bytes | None = None
     content_type: str | None = None
     problem: Problem | None = None
+    weights: str | None = None
+    version: int | None = None
 
 
 class LedgerLine(msgspec.Struct, frozen=True):
@@ -186,6 +189,8 @@ class Settlement(msgspec.Struct, frozen=True):
     result: bytes | None = None
     content_type: str | None = None
     problem: Problem | None = None
+    weights: str | None = None
+    version: int | None = None
     run: RunUpdate | None = None
     checkpoint: Checkpoint | None = None
     sampling_session: SamplingSession | None = None

@@ -173,7 +173,8 @@ checkpoints = sa.Table(
 )
 
 # ``body_sha256`` tells a replay from another request after the body is gone; it is empty for a rejected Op, which
-# any body replays. ``result`` stands last, so that the columns before it are read without walking through it.
+# any body replays. ``result`` stands behind them, so that the columns before it are read without walking through it;
+# ``weights`` and ``version`` are only ever read with it.
 ops = sa.Table(
     "ops",
     metadata,
@@ -193,6 +194,8 @@ ops = sa.Table(
     _text("content_type", optional=True),
     _json("problem", Problem, optional=True),
     sa.Column("result", sa.LargeBinary, nullable=True),
+    _text("weights", optional=True),
+    _count("version", optional=True),
     sa.UniqueConstraint("id"),
     sa.UniqueConstraint("scope", "seq"),
     sa.Index(None, "state", "ended_at"),

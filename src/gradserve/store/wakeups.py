@@ -12,11 +12,13 @@ from gradserve.store.base import Op
 class Wakeups:
     """Belongs to one event loop.
 
-    The gateway calls ``submitted``, ``waiter`` and ``wait``; orchestration ``take_submitted`` and ``ended``.
+    The gateway calls ``submitted``, ``cancel``, ``waiter`` and ``wait``; orchestration ``take_submitted``,
+    ``take_cancels`` and ``ended``.
     """
 
     def __init__(self) -> None:
         self._new: list[Op] = []
+        self._cancels: list[tuple[Op, asyncio.Future[bool]]] = []
         self._arrived = asyncio.Event()
         self._closed = False
         self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
@@ -25,6 +27,21 @@ class Wakeups:
         """An Op is in the journal (accepted or rejected: both may let its run go on)."""
         self._new.append(op)
         self._arrived.set()
+
+    def cancel(self, op: Op) -> asyncio.Future[bool]:
+        """Ask for an Op to be stopped. The future says whether it will: then ``ended`` follows."""
+        told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        if self._closed:
+            told.set_result(False)
+            return told
+        self._cancels.append((op, told))
+        self._arrived.set()
+        return told
+
+    def take_cancels(self) -> list[tuple[Op, asyncio.Future[bool]]]:
+        """What was asked by ``cancel`` since the last call. Take after ``take_submitted``: an Op is submitted first."""
+        taken, self._cancels = self._cancels, []
+        return taken
 
     async def take_submitted(self, timeout: float) -> list[Op]:
         """Wait for news, then return all Ops that arrived since the last call (maybe none)."""
@@ -43,6 +60,9 @@ class Wakeups:
     def release(self) -> None:
         """The server stops: nobody waits from now on, so that connections end in order instead of being cut."""
         self._closed = True
+        for _, told in self.take_cancels():
+            if not told.done():
+                told.set_result(False)
         for op_id in list(self._waiting):
             self.ended(op_id)
 

@@ -112,8 +112,8 @@ class LoadWeights(msgspec.Struct, frozen=True, tag="load_weights"):
 class Sample(msgspec.Struct, frozen=True, tag="sample"):
     """Continue a prompt ``num_samples`` times.
 
-    ``prompt`` are int32 ids. ``weights`` is the digest of the adapter (None: the base alone), frozen at submit,
-    so that a sample always comes from exactly the version its session names.
+    ``prompt`` are int32 ids. ``weights`` is the digest of the adapter (None: the base alone) and ``version`` its
+    number in its run, frozen at submit, so that a sample always comes from exactly the version its session names.
     ``target_prompt_ids`` is int64 [len(prompt) - 1, K]: ids whose log-probs are wanted at prompt positions
     1.., -1 for an empty cell.
     """
@@ -127,6 +127,7 @@ class Sample(msgspec.Struct, frozen=True, tag="sample"):
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     target_prompt_ids: Array | None = None
+    version: int | None = None
 
 
 OpBody = CreateModel | ForwardBackward | OptimStep | SaveWeights | SaveForSampling | LoadWeights | Sample

@@ -1,4 +1,8 @@
-"""What an Op answers, before it is put into the client's format."""
+"""What an Op answers, before it is put into the client's format.
+
+``weights`` is the digest of the adapter that it was computed with, as the worker read it (None: the base alone), and
+``version`` its number in its run.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +38,8 @@ class SampleResult(msgspec.Struct, frozen=True):
     topk_prompt: TopK | None = None
     target_prompt_logprobs: Array | None = None
     cached_prompt_tokens: int = 0
+    weights: str | None = None
+    version: int | None = None
 
 
 class ForwardBackwardResult(msgspec.Struct, frozen=True):
@@ -41,3 +47,5 @@ class ForwardBackwardResult(msgspec.Struct, frozen=True):
 
     logprobs: list[Array]
     metrics: dict[str, float]
+    weights: str | None = None
+    version: int | None = None

@@ -28,7 +28,8 @@ def test_failures_say_who_can_mend_them(gate: Gate) -> None:
         request_id = gate.forward_backward(batch(run, seq)).json()["request_id"]
         gate.fail(request_id, status, "what happened")
         answer = gate.retrieve(request_id)
-        assert (answer.status_code, answer.json()) == (200, {"error": "what happened", "category": category})
+        told = {"error": "what happened", "category": category, "code": "some.code"}
+        assert (answer.status_code, answer.json()) == (200, told)
 
 
 def test_refused_op_answers_its_problem(gate: Gate) -> None:

@@ -100,6 +100,15 @@ def test_files(gate: Gate) -> None:
     assert problem(gate.client.get(found.urls["adapter_config.json"]))["code"] == "checkpoint.unknown"
 
 
+def test_damaged_weights_are_not_given_out(gate: Gate) -> None:
+    run = gate.run()
+    checkpoint = gate.save(run, 1, "e", "external_weights")
+    urls = gate.get(f"training_runs/{run}/checkpoints/external_weights/e/external_weights_urls").json()["urls"]
+    gate.objects.path(checkpoint.weights).write_bytes(b"something else")
+    answer = gate.client.get(urls["adapter_model.safetensors"])
+    assert (answer.status_code, problem(answer)["code"]) == (500, "checkpoint.corrupt")
+
+
 def test_forged_links(gate: Gate) -> None:
     for token in ("x", "é", "A" * 100, ""):
         answer = gate.client.get(f"/api/v1/files/{token}/adapter_config.json")
@@ -217,7 +226,6 @@ def test_system(gate: Gate) -> None:
         ("POST", "auth/token"),
         ("POST", "create_custom_loss"),
         ("POST", "retrieve_futures"),
-        ("POST", "cancel_future"),
         ("POST", "copy_weights"),
         ("PUT", "sessions/s/project"),
         ("GET", "sessions/s/trace_export"),

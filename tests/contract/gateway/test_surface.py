@@ -8,13 +8,14 @@ import re
 from pathlib import Path
 
 import gradserve.gateway
+import gradserve.orchestration
 import gradserve.wire.codec
 from tests.contract.gateway.gate import Gate
 
 HERE = Path(__file__).parent
 _CODE = re.compile(
-    r"(auth|body|checkpoint|config|data|file|full|future|http|input|link|load|lora|loss|model|op|optim|prompt|query|run"
-    r"|sample|sampler|save|seed|seq|server|session|unsupported)\.[a-z_]+"
+    r"(auth|body|checkpoint|compute|config|data|file|full|future|http|input|link|load|lora|loss|model|op|optim|prompt|query|run"
+    r"|sample|sampler|save|seed|seq|server|session|storage|unsupported|weights)\.[a-z_]+"
 )
 
 
@@ -41,7 +42,9 @@ def test_bodies_are_described(gate: Gate) -> None:
 
 
 def test_error_codes() -> None:
-    sources = [*Path(gradserve.gateway.__file__).parent.rglob("*.py"), Path(gradserve.wire.codec.__file__)]
+    packages = (gradserve.gateway, gradserve.orchestration)
+    sources = [file for package in packages for file in Path(str(package.__file__)).parent.rglob("*.py")]
+    sources.append(Path(gradserve.wire.codec.__file__))
     codes = {
         node.value
         for source in sources

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
+
+from gradserve.compute.engine.kernels import FAST, Kernels
 
 NAME = "gradserve"
 """The attention implementation's name in transformers' registries."""
@@ -32,52 +33,27 @@ class Layout(Protocol):
 class PackedLayout:
     """Whole sequences one after another, each causal and blind to the others. Used for training; keeps nothing."""
 
-    def __init__(self, lengths: list[int]) -> None:
+    def __init__(self, lengths: list[int], kernels: Kernels = FAST) -> None:
         self._lengths = lengths
+        self._kernels = kernels
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """See Layout."""
-        qs, ks, vs = (torch.split(tensor, self._lengths, dim=1) for tensor in (q, k, v))
-        rows = zip(qs, ks, vs, strict=True)
-        return torch.cat([attend_causal(*row, scale=scale, window=window) for row in rows])
+        return self._kernels.packed(q, k, v, self._lengths, scale, window)
 
 
-def attend_causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """q [H, n, D], k and v [Hkv, m, D] -> [n, H, D]: the queries are the last n of m positions of one sequence."""
-    n, m = q.shape[1], k.shape[1]
-    if window is not None and m > window:
-        return torch.cat([_attend_in_window(q, k, v, scale, window, at) for at in range(0, n, _BLOCK)])
-    mask = None if n == m else _band(n, m, None, q.device)
-    return _attend(q, k, v, scale, mask)
+class Filled:
+    """A layout whose pass was filled up: the rows beyond ``count`` attend to nothing and nobody reads them."""
 
+    def __init__(self, layout: Layout, count: int) -> None:
+        self._layout = layout
+        self._count = count
 
-_BLOCK = 512
-"""Queries taken together under a window: each block meets the keys it can see, not all of them."""
-
-
-def _attend_in_window(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, at: int) -> Tensor:
-    n, m = q.shape[1], k.shape[1]
-    end = min(at + _BLOCK, n)
-    last = m - n + end
-    first = max(0, m - n + at - window + 1)
-    mask = _band(end - at, last - first, window, q.device)
-    return _attend(q[:, at:end], k[:, first:last], v[:, first:last], scale, mask)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """Causal where there is no mask."""
-    out = F.scaled_dot_product_attention(
-        q[None], k[None], v[None], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-    )
-    return out[0].transpose(0, 1)
-
-
-def _band(n: int, m: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [n, m]: query i is key m - n + i and sees itself and, at most, the window - 1 keys before."""
-    at = torch.arange(m - n, m, device=device)[:, None]
-    seen = torch.arange(m, device=device)[None, :]
-    mask = seen <= at
-    return mask if window is None else mask & (seen > at - window)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """See Layout."""
+        count = self._count
+        out = self._layout.attend(layer, q[:, :count], k[:, :count], v[:, :count], scale, window)
+        return F.pad(out, (0, 0, 0, 0, 0, q.shape[1] - count))
 
 
 def layout_attention(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -14,7 +15,9 @@ from transformers.utils import logging
 
 from gradserve.compute.catalog import FAMILIES, ModelUnusable
 from gradserve.compute.engine import lora
-from gradserve.compute.engine.attention import NAME, Layout
+from gradserve.compute.engine.attention import NAME, Filled, Layout
+from gradserve.compute.engine.fused import fuse
+from gradserve.compute.engine.kernels import FAST, Kernels
 from gradserve.compute.engine.parameters import Parameters
 from gradserve.compute.tasks import BaseSpec
 from gradserve.wire.errors import Invalid
@@ -24,50 +27,59 @@ _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 class Base:
-    """A causal language model in float32 with every target wrapped for adapters.
+    """A causal language model with every target wrapped for adapters.
 
-    ``context`` counts prompt and generated tokens; ``vocab`` is the number of logits.
+    ``context`` counts prompt and generated tokens; ``vocab`` is the number of logits; ``dtype`` that of weights and
+    activations (adapters are float32 always).
     """
 
-    def __init__(self, name: str, path: str, model: Any, device: torch.device) -> None:
+    def __init__(self, name: str, path: str, model: Any, device: torch.device, kernels: Kernels) -> None:
         self.name = name
         self.device = device
+        self.kernels = kernels
+        self.dtype: torch.dtype = model.dtype
         self.config = model.config
         self.vocab: int = self.config.vocab_size
         self.context: int = self.config.max_position_embeddings
         self._path = path
         self._model = model
-        self._router = lora.Router()
+        self._router = lora.Router(kernels, device)
         self._tokenizer: Any = None
         self._recompute = False
         self.parameters = Parameters(model)
-        self.targets: dict[str, nn.Linear] = lora.wrap(model, self._router)
+        self.targets: dict[str, nn.Linear] = lora.wrap(model, self._router, kernels)
         self.routed = self._router.routed
+        fuse(model)
         for layer in model.model.layers:
             self._make_recomputable(layer)
 
     @classmethod
-    def load(cls, spec: BaseSpec, device: torch.device) -> Base:
+    def load(cls, spec: BaseSpec, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> Base:
         """Read a Hugging Face directory. Raises ModelUnusable when this engine would compute it wrongly."""
         config = AutoConfig.from_pretrained(spec.path, local_files_only=True)
         _check(spec.name, config)
         logging.disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(
-            spec.path, config=config, dtype=torch.float32, local_files_only=True, attn_implementation=NAME
+            spec.path, config=config, dtype=dtype, local_files_only=True, attn_implementation=NAME
         )
         model.to(device).eval().requires_grad_(False)
-        return cls(spec.name, spec.path, model, device)
+        return cls(spec.name, spec.path, model, device, kernels)
 
     def hidden(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """int64 [N] ids and positions -> final hidden states [N, hidden]."""
+        count = tokens.shape[0]
+        missing = self.kernels.pad(count) - count
+        if missing:
+            tokens, positions = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
+            layout = Filled(layout, count)
         out = self._model.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, layout=layout)
-        states: Tensor = out.last_hidden_state[0]
+        states: Tensor = out.last_hidden_state[0, :count]
         return states
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[M, hidden] -> [M, V]. Follows the current routing, whose rows are those of ``hidden``."""
+        """[M, hidden] -> float32 [M, V]. Follows the current routing, whose rows are those of ``hidden``."""
         logits: Tensor = self._model.lm_head(hidden)
-        return logits
+        return logits.float()
 
     @contextmanager
     def recomputing(self, on: bool) -> Iterator[None]:
@@ -99,9 +111,17 @@ class Base:
 class Bases:
     """The bases of a worker by name, each loaded when first asked for."""
 
-    def __init__(self, specs: tuple[BaseSpec, ...], device: torch.device) -> None:
+    def __init__(
+        self,
+        specs: tuple[BaseSpec, ...],
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        kernels: Kernels = FAST,
+    ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self._device = device
+        self._dtype = dtype
+        self._kernels = kernels
         self._loaded: dict[str, Base] = {}
 
     def get(self, name: str) -> Base:
@@ -109,7 +129,7 @@ class Bases:
         if name not in self._loaded:
             if name not in self._specs:
                 raise Invalid("unknown_base", f"this worker has no base model {name!r}")
-            self._loaded[name] = Base.load(self._specs[name], self._device)
+            self._loaded[name] = Base.load(self._specs[name], self._device, self._dtype, self._kernels)
         return self._loaded[name]
 
 

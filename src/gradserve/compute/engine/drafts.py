@@ -38,10 +38,14 @@ class Draft:
     the file by its digest. Leaving the ``with`` block without a commit removes it. ``like`` may hold meta tensors.
     """
 
-    def __init__(self, store: ObjectStore, like: Tensors, device: torch.device) -> None:
+    def __init__(
+        self, store: ObjectStore, like: Tensors, device: torch.device, metadata: dict[str, str] | None = None
+    ) -> None:
         self._store = store
         self._file = store.temporary()
-        header, places = _layout(like)
+        self._like = like
+        header, places = _layout(like, metadata)
+        self._header_bytes = len(header)
         try:
             self._pages = _map(self._file, header, places, like)
         except BaseException:
@@ -52,12 +56,23 @@ class Draft:
             self._pages if self._on_host else {name: torch.zeros_like(t, device=device) for name, t in like.items()}
         )
 
-    def commit(self) -> str:
-        """The digest of the finished object. The tensors belong to it now: change them no more."""
+    def commit(self, metadata: dict[str, str] | None = None) -> str:
+        """The digest of the finished object. The tensors belong to it now: change them no more.
+
+        ``metadata`` takes the place of what the draft was made with, and must be as long.
+        """
+        if metadata is not None:
+            self._write_header(_layout(self._like, metadata)[0])
         if not self._on_host:
             for name, tensor in self.tensors.items():
                 self._pages[name].copy_(tensor)
         return self._store.adopt(self._file)
+
+    def _write_header(self, header: bytes) -> None:
+        if len(header) != self._header_bytes:
+            raise ValueError("the new metadata is not as long as the old")
+        with open(self._file, "r+b") as opened:
+            opened.write(header)
 
     def __enter__(self) -> Draft:
         return self
@@ -68,9 +83,9 @@ class Draft:
         self._file.unlink(missing_ok=True)
 
 
-def _layout(like: Tensors) -> tuple[bytes, dict[str, int]]:
+def _layout(like: Tensors, metadata: dict[str, str] | None) -> tuple[bytes, dict[str, int]]:
     """The file's beginning, and where in the file each tensor starts; the widest dtypes come first, then by name."""
-    entries: dict[str, object] = {}
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     offsets: dict[str, int] = {}
     at = 0
     for name, tensor in sorted(like.items(), key=lambda item: (-item[1].element_size(), item[0])):

@@ -5,18 +5,26 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import TypeVar
+
+import msgspec
 
 from gradserve.compute.catalog import ModelUnusable
 from gradserve.compute.engine import full
 from gradserve.compute.engine.arrays import Arrays
-from gradserve.compute.engine.base import Base, Bases
+from gradserve.compute.engine.base import Bases
 from gradserve.compute.engine.drafts import Draft
 from gradserve.compute.engine.lora import Tensors, init_adapter
 from gradserve.compute.engine.memory import is_out_of_memory, peak_rss_bytes
-from gradserve.compute.engine.optim import adamw_step, fold, moments_like
+from gradserve.compute.engine.optim import adamw_step, adamw_step_in_place, fold, moments_like
+from gradserve.compute.engine.origin import Origin, WrongOrigin, common, require
 from gradserve.compute.engine.parameters import is_full
-from gradserve.compute.engine.train import forward_backward
+from gradserve.compute.engine.train import Computed, Job, forward_backward, prepare
+from gradserve.compute.objects import ObjectCorrupt
 from gradserve.compute.tasks import (
+    Digest,
     Done,
     Failed,
     FailureKind,
@@ -27,29 +35,83 @@ from gradserve.compute.tasks import (
     ReduceTask,
     Usage,
 )
-from gradserve.wire.errors import UserError
+from gradserve.wire.errors import Invalid, UserError
+from gradserve.wire.results import ForwardBackwardResult
 
 TrainingTask = InitTask | GradTask | ReduceTask | OptimTask
 
 
 class Engine:
-    """Runs one training-type Task at a time. ``run`` never raises: a failure is an Outcome."""
+    """Runs training-type Tasks. Nothing here raises: a failure is an Outcome.
 
-    def __init__(self, bases: Bases, arrays: Arrays) -> None:
+    ``between`` is called between two passes of one Task; what it takes is not on the Task's account.
+    """
+
+    def __init__(self, bases: Bases, arrays: Arrays, between: Callable[[], None] = lambda: None) -> None:
         self._bases = bases
         self._arrays = arrays
+        self._between = between
 
     def run(self, task: TrainingTask) -> Outcome:
         """The Task's outcome, with the wall time it took."""
+        if isinstance(task, GradTask) and not task.pass_rows:
+            return self.run_together([task])[0]
         started = time.perf_counter_ns()
         return attempt(task.id, lambda: self._run(task, started))
+
+    def run_together(self, tasks: list[GradTask]) -> list[Outcome]:
+        """GradTasks of one base and one direction in one pass: each gets the outcome that it would get alone.
+
+        What is wrong with one of them fails that one. When the pass itself fails (memory, say), they are run singly.
+        A Task on all parameters of the base shares its passes with none.
+        """
+        if any(task.pass_rows for task in tasks):
+            rest = iter(self.run_together([task for task in tasks if not task.pass_rows]))
+            return [self.run(task) if task.pass_rows else next(rest) for task in tasks]
+        started = time.perf_counter_ns()
+        prepared = {task.id: attempt(task.id, partial(self._prepare, task)) for task in tasks}
+        # Sorted, so that a forward pass through one adapter is one segment.
+        ready = sorted((t for t in tasks if isinstance(prepared[t.id], Job)), key=lambda task: task.weights)
+        jobs = [job for job in (prepared[task.id] for task in ready) if isinstance(job, Job)]
+        done = self._pass(ready, jobs, started) if ready else {}
+        outcomes = prepared | done
+        return [outcome for outcome in (outcomes[task.id] for task in tasks) if not isinstance(outcome, Job)]
+
+    def _prepare(self, task: GradTask) -> Job:
+        weights = self._arrays.get(task.weights)
+        return prepare(self._bases.get(task.base), weights, task.rows, task.loss, task.config)
+
+    def _pass(self, tasks: list[GradTask], jobs: list[Job], started: int) -> dict[str, Outcome]:
+        try:
+            computed = forward_backward(self._bases.get(tasks[0].base), jobs, tasks[0].backward)
+        except Exception as error:
+            if len(tasks) == 1:
+                return {tasks[0].id: failure(tasks[0].id, error)}
+            return {task.id: self.run(task) for task in tasks}
+        stored = [
+            attempt(task.id, partial(self._store, task, found)) for task, found in zip(tasks, computed, strict=True)
+        ]
+        shares = divide(_elapsed_us(started), [task.tokens for task in tasks])
+        return {
+            task.id: outcome if isinstance(outcome, Failed) else _done(task, *outcome, share)
+            for task, outcome, share in zip(tasks, stored, shares, strict=True)
+        }
+
+    def _store(self, task: GradTask, found: Computed | Invalid) -> tuple[ForwardBackwardResult, dict[str, Digest]]:
+        if isinstance(found, Invalid):
+            raise found
+        result, gradient = found
+        result = msgspec.structs.replace(result, weights=task.weights)
+        if gradient is None:
+            return result, {}
+        return result, {"gradient": self._arrays.put(gradient, Origin(task.weights, task.base))}
 
     def _run(self, task: TrainingTask, started: int) -> Done:
         match task:
             case InitTask():
                 return self._init(task, started)
             case GradTask():
-                return self._grad(task, started)
+                return self._full_grad(task, started)
             case ReduceTask():
                 return self._reduce(task, started)
             case OptimTask():
@@ -57,57 +119,108 @@ class Engine:
 
     def _init(self, task: InitTask, started: int) -> Done:
         base = self._bases.get(task.base)
-        tensors = base.parameters.tensors() if task.lora is None else init_adapter(base.targets, task.lora)
-        return Done(task.id, _usage(started), {"weights": self._arrays.put(tensors)})
+        if task.lora is not None:
+            weights = self._arrays.put(init_adapter(base.targets, task.lora))
+        else:
+            with self._arrays.copy(base.parameters.tensors()) as draft:
+                weights = self._arrays.commit(draft)
+        return Done(task.id, _usage(started), {"weights": weights})
 
-    def _grad(self, task: GradTask, started: int) -> Done:
-        base = self._bases.get(task.base)
-        weights = self._arrays.get(task.weights)
-        if is_full(weights):
-            return self._full_grad(task, base, weights, started)
-        if task.pass_rows:
-            raise ValueError("pass_rows are for weights that are a model's parameters")
-        rows, gradient = forward_backward(base, weights, task.rows, task.loss, task.config, task.backward)
-        tokens = sum(row.length for row in task.rows)
-        if gradient is None:
-            return Done(task.id, _usage(started, prefill_tokens=tokens), rows=rows)
-        objects = {"gradient": self._arrays.put(gradient)}
-        return Done(task.id, _usage(started, train_tokens=tokens), objects, rows)
-
-    def _full_grad(self, task: GradTask, base: Base, weights: Tensors, started: int) -> Done:
+    def _full_grad(self, task: GradTask, started: int) -> Done:
         """The gradient, as large as the model, is computed where it will lie."""
-        tokens = sum(row.length for row in task.rows)
-        if not task.backward:
-            rows = full.forward(base, weights, task.passes(), task.loss, task.config)
-            return Done(task.id, _usage(started, prefill_tokens=tokens), rows=rows)
-        with self._arrays.draft(weights) as gradient:
-            rows = full.forward_backward(base, weights, task.passes(), task.loss, task.config, gradient.tensors)
-            objects = {"gradient": gradient.commit()}
-        return Done(task.id, _usage(started, train_tokens=tokens), objects, rows)
+        base, weights = self._bases.get(task.base), self._arrays.get(task.weights)
+        if not is_full(weights):
+            raise ValueError(f"{task.weights} is an adapter, and pass_rows are for all parameters of a base")
+        pauses = _Pauses(self._between)
+        objects = {}
+        if task.backward:
+            with self._arrays.draft(weights, Origin(task.weights, task.base)) as draft:
+                rows = full.forward_backward(base, weights, task, draft.tensors, pauses.take)
+                objects["gradient"] = self._arrays.commit(draft)
+        else:
+            rows = full.forward(base, weights, task, pauses.take)
+        rows = msgspec.structs.replace(rows, weights=task.weights)
+        return _done(task, rows, objects, _elapsed_us(started + pauses.total_ns))
 
     def _reduce(self, task: ReduceTask, started: int) -> Done:
+        origin = common(self._arrays.origin(digest) for digest in task.gradients)
         total = fold(self._arrays.get(digest) for digest in task.gradients)
-        return Done(task.id, _usage(started), {"gradient": self._arrays.put(total)})
+        return Done(task.id, _usage(started), {"gradient": self._arrays.put(total, origin)})
 
     def _optim(self, task: OptimTask, started: int) -> Done:
+        self._check_origins(task)
+        old = self._arrays.get(task.weights)
+        if is_full(old):
+            return self._full_optim(task, old, started)
+        moments = None if task.moments is None else self._arrays.get(task.moments)
         gradient = fold(self._arrays.get(digest) for digest in task.gradients)
-        with self._arrays.copy(self._arrays.get(task.weights)) as weights, self._moments(task) as moments:
-            metrics = adamw_step(weights.tensors, moments.tensors, gradient, task.adam)
-            objects = {"weights": weights.commit(), "moments": moments.commit()}
+        weights, moments, metrics = adamw_step(old, moments, gradient, task.adam)
+        made = self._arrays.put(weights)
+        objects = {"weights": made, "moments": self._arrays.put(moments, Origin(made))}
         return Done(task.id, _usage(started), objects, metrics=metrics)
 
-    def _moments(self, task: OptimTask) -> Draft:
+    def _full_optim(self, task: OptimTask, old: Tensors, started: int) -> Done:
+        """The step is computed in the objects that it makes: nothing else of their size is needed."""
+        gradient = fold(self._arrays.get(digest) for digest in task.gradients)
+        with self._arrays.copy(old) as weights, self._full_moments(task, old) as moments:
+            metrics = adamw_step_in_place(weights.tensors, moments.tensors, gradient, task.adam)
+            made = self._arrays.commit(weights)
+            objects = {"weights": made, "moments": self._arrays.commit(moments, Origin(made))}
+        return Done(task.id, _usage(started), objects, metrics=metrics)
+
+    def _full_moments(self, task: OptimTask, weights: Tensors) -> Draft:
+        not_yet_known = Origin("0" * len(task.weights))
         if task.moments is None:
-            return self._arrays.draft(moments_like(self._arrays.get(task.weights)))
-        return self._arrays.copy(self._arrays.get(task.moments))
+            return self._arrays.draft(moments_like(weights), not_yet_known)
+        return self._arrays.copy(self._arrays.get(task.moments), not_yet_known)
+
+    def _check_origins(self, task: OptimTask) -> None:
+        """A step takes gradients and moments of its own weights only. (Moments of older servers do not say theirs.)"""
+        for digest in task.gradients:
+            require(self._arrays.origin(digest), task.weights, f"gradient {digest}")
+        if task.moments is not None:
+            origin = self._arrays.origin(task.moments)
+            if origin is not None:
+                require(origin, task.weights, f"moments {task.moments}")
 
 
-def _usage(started: int, train_tokens: int = 0, prefill_tokens: int = 0) -> Usage:
-    elapsed_us = (time.perf_counter_ns() - started) // 1000
-    return Usage(train_tokens=train_tokens, prefill_tokens=prefill_tokens, compute_us=elapsed_us)
+class _Pauses:
+    """Lets others have a turn and remembers how long that took."""
+
+    def __init__(self, between: Callable[[], None]) -> None:
+        self._between = between
+        self.total_ns = 0
+
+    def take(self) -> None:
+        started = time.perf_counter_ns()
+        self._between()
+        self.total_ns += time.perf_counter_ns() - started
 
 
-def attempt(task_id: str, compute: Callable[[], Done]) -> Outcome:
+def divide(amount: int, weights: list[int]) -> list[int]:
+    """``amount`` in whole parts that are as the weights and add up to it."""
+    total = sum(weights)
+    bounds = [amount * reached // total for reached in accumulate(weights)]
+    return [upper - lower for lower, upper in pairwise([0, *bounds])]
+
+
+def _done(task: GradTask, result: ForwardBackwardResult, objects: dict[str, Digest], compute_us: int) -> Done:
+    kind = "train_tokens" if task.backward else "prefill_tokens"
+    return Done(task.id, Usage(**{kind: task.tokens, "compute_us": compute_us}), objects, result)
+
+
+def _usage(started: int) -> Usage:
+    return Usage(compute_us=_elapsed_us(started))
+
+
+def _elapsed_us(started: int) -> int:
+    return (time.perf_counter_ns() - started) // 1000
+
+
+Made = TypeVar("Made")
+
+
+def attempt(task_id: str, compute: Callable[[], Made]) -> Made | Failed:
     """What ``compute`` returns, or the Failed that says who can mend it."""
     try:
         return compute()
@@ -116,15 +229,19 @@ def attempt(task_id: str, compute: Callable[[], Done]) -> Outcome:
 
 
 def failure(task_id: str, error: BaseException) -> Failed:
-    """An exception as an outcome; only an internal one carries its traceback."""
+    """An exception as an outcome; one that is not the caller's carries its traceback."""
     kind = _kind(error)
-    trace = "".join(traceback.format_exception(error)) if kind == "internal" else ""
+    trace = "".join(traceback.format_exception(error)) if kind in ("internal", "corrupt", "mismatch") else ""
     return Failed(task_id, kind, _message(error), trace, peak_rss_bytes())
 
 
 def _kind(error: BaseException) -> FailureKind:
     if is_out_of_memory(error):
         return "out_of_memory"
+    if isinstance(error, ObjectCorrupt):
+        return "corrupt"
+    if isinstance(error, WrongOrigin):
+        return "mismatch"
     return "user" if isinstance(error, UserError | ModelUnusable) else "internal"
 
 
@@ -132,4 +249,6 @@ def _message(error: BaseException) -> str:
     if isinstance(error, UserError):
         problem = error.problem()
         return problem.detail if problem.index is None else f"row {problem.index}: {problem.detail}"
-    return str(error) if isinstance(error, ModelUnusable) else f"{type(error).__name__}: {error}"
+    if isinstance(error, ObjectCorrupt):
+        return f"object {error.digest} is damaged"  # where it lies is for the log: it is in the traceback
+    return str(error) if isinstance(error, ModelUnusable | WrongOrigin) else f"{type(error).__name__}: {error}"

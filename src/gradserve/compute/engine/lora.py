@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradserve.compute.engine.fused import RoutedLinear
+from gradserve.compute.engine.kernels import Kernels
+from gradserve.compute.engine.stacked import ENOUGH, SMALL, Groups, Stack
 from gradserve.wire.errors import Invalid
 from gradserve.wire.ops import LORA_ALPHA, LoraConfig
 
@@ -61,6 +63,17 @@ class Route:
     adapter: Adapter
     rows: slice | Tensor
 
+    @property
+    def count(self) -> int:
+        """How many tokens."""
+        return self.rows.stop - self.rows.start if isinstance(self.rows, slice) else len(self.rows)
+
+    def indices(self, device: torch.device) -> Tensor:
+        """int64 [count]"""
+        if isinstance(self.rows, slice):
+            return torch.arange(self.rows.start, self.rows.stop, device=device)
+        return self.rows
+
 
 Routing = list[Route]
 
@@ -89,52 +102,85 @@ def _rows(spans: list[tuple[int, int]], device: torch.device) -> slice | Tensor:
 
 
 class Router:
-    """What the wrapped layers of one base ask for the routing of the pass they are in."""
+    """What the wrapped layers of one base ask for the routing of the pass they are in.
 
-    def __init__(self) -> None:
-        self.routing: Routing = []
+    Many small groups of a pass without gradients go through a stack of their adapters (stacked.py), the other routes
+    one by one.
+    """
+
+    def __init__(self, kernels: Kernels, device: torch.device) -> None:
+        self._kernels = kernels
+        self._device = device
+        self._routing: Routing = []
+        self._groups: Groups | None = None
+        self._stack: Stack | None = None
 
     @contextmanager
     def routed(self, routing: Routing) -> Iterator[None]:
         """Passes inside the block follow ``routing``. Nests."""
-        before, self.routing = self.routing, routing
+        before = self._routing, self._groups
+        self._routing, self._groups = self._plan(routing)
         try:
             yield
         finally:
-            self.routing = before
+            self._routing, self._groups = before
+
+    def add(self, name: str, x: Tensor, y: Tensor) -> None:
+        """y += what the adapters of the pass have to say at module ``name``; x [N, in], y [N, out]."""
+        if self._groups is not None:
+            self._groups.add(name, x, y)
+        for route in self._routing:
+            pair = route.adapter.pairs.get(name)
+            if pair is not None:
+                self._kernels.add_low_rank(y, x, route.rows, *pair, route.adapter.scale)
+
+    def fusible(self, name: str, weight: Tensor) -> list[tuple[Route, tuple[Tensor, Tensor]]]:
+        """The routes of a module with their A and B, where a written-out derivative holds for all of them, else none.
+
+        It does for a frozen base and adapters of its own type whose rows lie together.
+        """
+        if not torch.is_grad_enabled() or not self._kernels.groups_freely or weight.requires_grad:
+            return []
+        found = [(route, route.adapter.pairs[name]) for route in self._routing if name in route.adapter.pairs]
+        fits = all(isinstance(route.rows, slice) and a.dtype == weight.dtype for route, (a, _) in found)
+        return found if fits else []
+
+    def _plan(self, routing: Routing) -> tuple[Routing, Groups | None]:
+        small = [route for route in routing if route.count <= SMALL]
+        if torch.is_grad_enabled() or not self._kernels.groups_freely or len(small) < ENOUGH:
+            return routing, None
+        if self._stack is None or not self._stack.serves(small):
+            self._stack = Stack([route.adapter for route in small])
+        large = [route for route in routing if route.count > SMALL]
+        return large, Groups.of(self._stack, small, self._device)
 
 
 class LoraLinear(nn.Module):
     """A frozen linear layer, plus each token's own adapter: y = W x + scale * B (A x)."""
 
-    def __init__(self, linear: nn.Linear, name: str, router: Router) -> None:
+    def __init__(self, linear: nn.Linear, name: str, router: Router, kernels: Kernels) -> None:
         super().__init__()
         self.linear = linear
         self._name = name
         self._router = router
+        self._kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., N, in] -> [..., N, out]; only the N axis may be longer than 1."""
         flat = x.reshape(-1, x.shape[-1])
-        y: Tensor = self.linear(flat)
-        for part in self._router.routing:
-            pair = part.adapter.pairs.get(self._name)
-            if pair is not None:
-                _add(flat, y, part.rows, *pair, part.adapter.scale)
+        weight, bias = self.linear.weight, self.linear.bias
+        parts = self._router.fusible(self._name, weight)
+        if parts:
+            segments = [(route.rows, route.adapter.scale) for route, _ in parts]
+            factors = [factor for _, pair in parts for factor in pair]
+            y: Tensor = RoutedLinear.apply(flat, weight, bias, segments, *factors)  # type: ignore[no-untyped-call]
+        else:
+            y = self._kernels.linear(flat, weight, bias)
+            self._router.add(self._name, flat, y)
         return y.view(*x.shape[:-1], -1)
 
 
-def _add(x: Tensor, y: Tensor, rows: slice | Tensor, a: Tensor, b: Tensor, scale: float) -> None:
-    """y[rows] += scale * B A x[rows], in place: a second [N, out] per layer would be memory for nothing."""
-    if rows == slice(0, x.shape[0]):
-        y.addmm_(F.linear(x, a), b.t(), alpha=scale)
-    elif isinstance(rows, slice):
-        y[rows].addmm_(F.linear(x[rows], a), b.t(), alpha=scale)
-    else:
-        y.index_add_(0, rows, F.linear(F.linear(x[rows], a), b), alpha=scale)
-
-
-def wrap(model: nn.Module, router: Router) -> dict[str, nn.Linear]:
+def wrap(model: nn.Module, router: Router, kernels: Kernels) -> dict[str, nn.Linear]:
     """Put a LoraLinear around every target of ``model`` (changed in place). Returns the targets by module name."""
     targets = {
         name: module
@@ -143,7 +189,7 @@ def wrap(model: nn.Module, router: Router) -> dict[str, nn.Linear]:
     }
     for name, linear in targets.items():
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, LoraLinear(linear, name, router))
+        setattr(model.get_submodule(parent), leaf, LoraLinear(linear, name, router, kernels))
     return targets
 
 

@@ -31,6 +31,8 @@ class PromptScores:
         self._best = np.full((length, best), EMPTY_LOGPROB, dtype=np.float32)
         self._target_ids = _target_ids(op, length)
         self._targets = None if self._target_ids is None else np.zeros(self._target_ids.shape, dtype=np.float32)
+        self.first = 0 if op.prompt_logprobs or best else _first_target(self._target_ids, length)
+        """The first position whose distribution is needed."""
 
     @staticmethod
     def wanted(op: Sample) -> bool:
@@ -41,8 +43,8 @@ class PromptScores:
         """``logprobs`` [M, V] are the distributions at positions start .. start + M - 1, all before the last one."""
         end = start + logprobs.shape[0]
         if self._wants_logprobs:
-            own = logprobs.gather(1, self._next[start:end, None].to(logprobs.device))[:, 0]
-            self._logprobs[start + 1 : end + 1] = own.cpu().numpy()
+            own = logprobs.gather(1, self._next[start:end, None].to(logprobs.device))
+            self._logprobs[start + 1 : end + 1] = own[:, 0].cpu().numpy()
         if self._best.shape[1]:
             best = logprobs.topk(self._best.shape[1], -1)
             self._best[start + 1 : end + 1] = best.values.cpu().numpy()
@@ -70,3 +72,10 @@ def _target_ids(op: Sample, length: int) -> Tensor | None:
         return None
     ids = op.target_prompt_ids.numpy().astype(np.int64)
     return torch.from_numpy(ids.reshape(length - 1, -1) if length > 1 else ids.reshape(0, ids.shape[-1]))
+
+
+def _first_target(target_ids: Tensor | None, length: int) -> int:
+    """The first row of ``target_ids`` [P - 1, K] that is not all empty; P if there is none."""
+    rows = [] if target_ids is None else (target_ids >= 0).any(1).nonzero()[:1, 0].tolist()
+    first: int = rows[0] if rows else length
+    return first

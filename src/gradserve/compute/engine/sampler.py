@@ -19,15 +19,15 @@ from gradserve.compute.engine.parameters import is_full
 from gradserve.compute.engine.prompts import PromptScores
 from gradserve.compute.engine.sequences import Request, Sequence
 from gradserve.compute.engine.stops import TextStops
-from gradserve.compute.tasks import Outcome, SampleTask
+from gradserve.compute.tasks import Failed, Outcome, Progress, SampleTask
 from gradserve.wire.errors import Invalid
 from gradserve.wire.ops import Sample
 
 FULL_LANE_SHARE = 8
 """The cache of a version of a fully trained run is bounded by this part of a base's: several may be open at a time."""
 
-_Key = tuple[str, str | None]
-"""A lane's base, and the digest of the parameters it computes with when they aren't the base's own."""
+_AT = "@"
+"""A lane's key is its base's name, or <name>@<digest of the parameters>; no name has this letter."""
 
 
 class Sampler:
@@ -41,8 +41,9 @@ class Sampler:
         self._arrays = arrays
         self._kv_cache_bytes = kv_cache_bytes
         self._pass_tokens = pass_tokens
-        self._lanes: dict[_Key, Lane] = {}
+        self._lanes: dict[str, Lane] = {}
         self._adapters: WeakValueDictionary[str, Adapter] = WeakValueDictionary()
+        self._running: dict[str, tuple[Lane, Request]] = {}
         self._refused: list[Outcome] = []
         self._count = 0
 
@@ -57,21 +58,34 @@ class Sampler:
             base = self._bases.get(task.op.base)
             full = self._full_parameters(task.op, base)
             request = self._request(task, base, adapted=full is None)
-            self._lane(base, task.op, full).add(request)
+            lane = self._lane(base, task.op, full)
+            lane.add(request)
+            self._running[task.id] = lane, request
         except Exception as error:
             self._refused.append(failure(task.id, error))
 
-    def step(self) -> list[Outcome]:
-        """One pass of the lane whose turn it is."""
-        outcomes, self._refused = self._refused, []
-        turn = next((key for key, lane in self._lanes.items() if lane.busy), None)
-        if turn is not None:
-            lane = self._lanes.pop(turn)
-            for request, error in lane.step():
-                outcomes.append(request.done() if error is None else failure(request.task_id, error))
-            if lane.busy or turn[1] is None:
-                self._lanes[turn] = lane  # to the end of the line
-        return outcomes
+    def cancel(self, task_id: str) -> Outcome | None:
+        """Drop a Task and free what it holds; its outcome, or None if it is not (or no longer) here."""
+        if task_id not in self._running:
+            return None
+        lane, request = self._running.pop(task_id)
+        lane.cancel(request)
+        self._close_idle()
+        return Failed(task_id, "cancelled", "the sample was cancelled")
+
+    def step(self) -> list[Outcome | Progress]:
+        """One pass of the lane whose turn it is. A streamed Task's Progress comes before its outcome."""
+        messages: list[Outcome | Progress] = [*self._refused]
+        self._refused = []
+        for key, lane in self._lanes.items():
+            if lane.busy:
+                self._lanes[key] = self._lanes.pop(key)  # to the end of the line
+                passed = lane.step()
+                messages += [sequence.progress() for sequence in passed.drawn if sequence.request.stream]
+                messages += [self._outcome(*ended) for ended in passed.ended]
+                break
+        self._close_idle()
+        return messages
 
     def _full_parameters(self, op: Sample, base: Base) -> Tensors | None:
         """The parameters to sample with, if the weights are such and not an adapter."""
@@ -84,11 +98,20 @@ class Sampler:
         return weights
 
     def _lane(self, base: Base, op: Sample, full: Tensors | None) -> Lane:
-        key = (op.base, None if full is None else op.weights)
+        key = op.base if full is None else f"{op.base}{_AT}{op.weights}"
         if key not in self._lanes:
             cache = self._kv_cache_bytes if full is None else self._kv_cache_bytes // FULL_LANE_SHARE
             self._lanes[key] = Lane(base, cache, self._pass_tokens, full)
         return self._lanes[key]
+
+    def _close_idle(self) -> None:
+        for key, lane in list(self._lanes.items()):
+            if _AT in key and not lane.busy:
+                del self._lanes[key]
+
+    def _outcome(self, request: Request, error: Exception | None) -> Outcome:
+        del self._running[request.task_id]
+        return request.done() if error is None else failure(request.task_id, error)
 
     def _request(self, task: SampleTask, base: Base, adapted: bool) -> Request:
         op = task.op
@@ -98,12 +121,15 @@ class Sampler:
         request = Request(
             task_id=task.id,
             order=self._count,
+            weights=op.weights,
             adapter=self._adapter(op.weights) if adapted and op.weights is not None else None,
             prompt=prompt,
             params=op.params,
             limit=max(1, min(op.params.max_tokens, base.context - len(prompt))),
             topk=min(op.topk_sample_logprobs, base.vocab),
             scores=PromptScores(op, prompt, base.vocab) if PromptScores.wanted(op) else None,
+            version=op.version,
+            stream=task.stream,
         )
         strings = tuple(string for string in op.params.stop_strings if string)
         for index in range(op.num_samples):

@@ -1,21 +1,26 @@
-"""Rows -> log-probs, loss and gradient, without padding: all rows of a Task are one packed row of N tokens."""
+"""Jobs -> log-probs, losses and gradients: the rows of all jobs of a pass are one packed row of N tokens."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
 from gradserve.compute.engine import losses
 from gradserve.compute.engine.attention import PackedLayout
 from gradserve.compute.engine.base import Base
-from gradserve.compute.engine.lora import Adapter, Route, Routing, Tensors
-from gradserve.wire.data import Array, Row, tokens_of
+from gradserve.compute.engine.finite import all_finite
+from gradserve.compute.engine.kernels import Kernels
+from gradserve.compute.engine.logprobs import log_softmax_
+from gradserve.compute.engine.lora import Adapter, Route, Routing, Tensors, route
+from gradserve.compute.engine.packing import Packed, join, pack
+from gradserve.wire.data import Array, Row
 from gradserve.wire.errors import Invalid
 from gradserve.wire.losses import LOSSES
 from gradserve.wire.results import ForwardBackwardResult
@@ -28,163 +33,185 @@ RECOMPUTE_TOKENS = 1024
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Rows laid end to end. ``targets`` is int64 [N, K]; ``widths`` is each row's own K, None for a flat [N]."""
+class Job:
+    """One request of a pass: checked and packed, not yet computed."""
 
-    tokens: Tensor
-    positions: Tensor
-    targets: Tensor
-    inputs: dict[str, Tensor]
-    lengths: list[int]
-    widths: list[int | None]
+    weights: Tensors
+    packed: Packed
+    loss: str
+    config: dict[str, float]
 
 
-def pack(rows: list[Row], device: torch.device) -> Packed:
-    """Raises Invalid (with the row's index) when an input's shape doesn't fit its row."""
-    if not rows:
-        raise Invalid("no_rows", "there are no rows", field="data")
-    lengths = [row.length for row in rows]
-    targets = [_input(row, index, "target_tokens") for index, row in enumerate(rows)]
-    width = max(1 if target.ndim == 1 else target.shape[1] for target in targets)
-    return Packed(
-        tokens=_tensor(np.concatenate([tokens_of(row) for row in rows]), device, torch.int64),
-        positions=torch.cat([torch.arange(length, device=device) for length in lengths]),
-        targets=_tensor(np.concatenate([_widen(target, width) for target in targets]), device, torch.int64),
-        inputs=_pack_inputs(rows, width, device),
-        lengths=lengths,
-        widths=[None if target.ndim == 1 else target.shape[1] for target in targets],
-    )
+Computed = tuple[ForwardBackwardResult, Tensors | None]
+"""The result for the client, and the gradient under the names of the weights (None after a forward alone)."""
 
 
-def _pack_inputs(rows: list[Row], width: int, device: torch.device) -> dict[str, Tensor]:
-    """float32 [N, K] by name. An input that only some rows have is a mistake, except weights, which are then ones."""
-    names = {name for row in rows for name in row.inputs} - {"target_tokens"}
-    packed = {}
-    for name in sorted(names):
-        columns = []
-        for index, row in enumerate(rows):
-            if name in row.inputs:
-                column = _input(row, index, name)
-            elif name == "weights":
-                column = np.ones_like(_input(row, index, "target_tokens"), dtype=np.float32)
-            else:
-                raise Invalid("missing_input", f"some rows have {name!r}, this one does not", index=index)
-            columns.append(_widen(column, width))
-        packed[name] = _tensor(np.concatenate(columns), device, torch.float32)
-    # Cells that only fill up a narrower row must not count: without given weights they would be ones.
-    if width > 1 and "weights" not in packed:
-        ones = [
-            _widen(np.ones_like(_input(r, i, "target_tokens"), dtype=np.float32), width) for i, r in enumerate(rows)
-        ]
-        packed["weights"] = _tensor(np.concatenate(ones), device, torch.float32)
-    return packed
+def prepare(base: Base, weights: Tensors, rows: list[Row], loss: str, config: dict[str, float]) -> Job:
+    """All that can be said about a request before it is computed. Raises Invalid."""
+    job = Job(weights, pack(rows, base.device), loss, losses.settings(loss, config))
+    _check_tokens(base, job.packed)
+    _check_inputs(job)
+    return job
 
 
-def _input(row: Row, index: int, name: str) -> NDArray[np.generic]:
-    if name not in row.inputs:
-        raise Invalid("missing_input", f"the loss needs {name!r}", field=name, index=index)
-    values = row.inputs[name].numpy()
-    if values.ndim not in (1, 2) or values.shape[0] != row.length or row.length == 0:
-        raise Invalid(
-            "bad_shape", f"{name!r} has shape {values.shape} for {row.length} tokens", field=name, index=index
-        )
-    return values
+def forward_backward(base: Base, jobs: list[Job], backward: bool) -> list[Computed | Invalid]:
+    """One pass over the rows of all jobs; each job gets what it would get alone, in the order given.
 
-
-def _widen(values: NDArray[np.generic], width: int) -> NDArray[np.generic]:
-    """[n] or [n, k] -> [n, width], zeros at the right."""
-    columns = values[:, None] if values.ndim == 1 else values
-    return np.pad(columns, ((0, 0), (0, width - columns.shape[1])))
-
-
-def _tensor(values: NDArray[np.generic], device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device, dtype)
-
-
-def forward_backward(
-    base: Base, weights: Tensors, rows: list[Row], loss: str, config: dict[str, float], backward: bool
-) -> tuple[ForwardBackwardResult, Tensors | None]:
-    """The result for the client and, with ``backward``, the gradient under the names of ``weights``.
-
-    Raises Invalid for inputs that do not fit and for a loss or gradient that is not finite.
+    A job whose loss or gradient is not finite gets an Invalid and leaves the others as they are: no operation of a
+    pass mixes rows of two sequences, and a broken loss takes no part in the backward pass.
     """
-    packed = pack(rows, base.device)
-    if not backward:
-        with torch.no_grad():
-            return evaluate(base, Adapter.of(weights), packed, loss, config)[1], None
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in weights.items()}
-    adapter = Adapter.of(leaves)
+    # Leaves of its own for each job, also where two have the same weights: their gradients must not be mixed.
+    weights = [_leaves(job.weights) if backward else job.weights for job in jobs]
+    packed = join([job.packed for job in jobs])
+    routing = _routing(weights, jobs)
     # The routing must hold during the backward pass too: recomputed layers ask for it again.
-    with base.routed(_whole(adapter, packed)), base.recomputing(packed.tokens.numel() > RECOMPUTE_TOKENS):
-        terms, result = evaluate(base, adapter, packed, loss, config)
-        gradients = torch.autograd.grad(terms.sum(), list(leaves.values()), materialize_grads=True)
-    gradient = dict(zip(leaves, gradients, strict=True))
-    check_gradient(gradient)
-    return result, gradient
+    with (
+        torch.set_grad_enabled(backward),
+        base.routed(routing),
+        base.recomputing(backward and packed.count > RECOMPUTE_TOKENS),
+    ):
+        lps = torch.split(target_logprobs(base, routing, packed), [job.packed.count for job in jobs])
+        losses_found = [_loss(job, lp) for job, lp in zip(jobs, lps, strict=True)]
+        if not backward:
+            return [found if isinstance(found, Invalid) else (found.result, None) for found in losses_found]
+        return _with_gradients(losses_found, list(lps), weights, base.dtype)
 
 
-def evaluate(
-    base: Base, adapter: Adapter | None, packed: Packed, loss: str, config: dict[str, float]
-) -> tuple[Tensor, ForwardBackwardResult]:
-    """The loss's terms, whose sum is what is differentiated, and the result for the client. Raises Invalid."""
-    _check_tokens(base, packed)
-    batch = _batch(loss, packed, target_logprobs(base, adapter, packed), losses.settings(loss, config))
-    terms = losses.FUNCTIONS[loss](batch)
-    return terms, _result(loss, packed, batch, terms)
+def evaluate(base: Base, job: Job) -> tuple[Tensor, ForwardBackwardResult]:
+    """The loss of one job under the base's parameters as they are, without an adapter. Raises Invalid."""
+    found = _loss(job, target_logprobs(base, [], job.packed))
+    if isinstance(found, Invalid):
+        raise found
+    return found.total, found.result
 
 
 def check_gradient(gradient: Tensors) -> None:
     """Raises Invalid when a number in it is not finite."""
-    if not all(bool(tensor.isfinite().all()) for tensor in gradient.values()):
+    if not all_finite(gradient.values()):
         raise Invalid("non_finite", "the gradient is not finite; nothing was accumulated.", fix=_CURE)
 
 
-def target_logprobs(base: Base, adapter: Adapter | None, packed: Packed) -> Tensor:
-    """Log-probs of the targets, float32 [N, K]; differentiable where the weights' tensors ask for it."""
-    with base.routed(_whole(adapter, packed)):
-        hidden = base.hidden(packed.tokens, packed.positions, PackedLayout(packed.lengths))
+def target_logprobs(base: Base, routing: Routing, packed: Packed) -> Tensor:
+    """Log-probs of the targets, float32 [N, K]; differentiable where the adapters' tensors ask for it."""
+    hidden = base.hidden(packed.tokens, packed.positions, PackedLayout(packed.lengths, base.kernels))
 
-    def head(part: Tensor, targets: Tensor) -> Tensor:
-        with base.routed(_all(adapter, part.shape[0])):
-            lp: Tensor = _TargetLogprobs.apply(base.logits(part), targets)  # type: ignore[no-untyped-call]
+    def head(start: int, part: Tensor, targets: Tensor) -> Tensor:
+        with base.routed(_clip(routing, start, start + part.shape[0])):
+            lp: Tensor = _TargetLogprobs.apply(base.logits(part), targets, base.kernels)  # type: ignore[no-untyped-call]
             return lp
 
     if hidden.shape[0] <= HEAD_POSITIONS:
-        return head(hidden, packed.targets)
-    chunks = zip(torch.split(hidden, HEAD_POSITIONS), torch.split(packed.targets, HEAD_POSITIONS), strict=True)
+        return head(0, hidden, packed.targets)
+    starts = range(0, hidden.shape[0], HEAD_POSITIONS)
+    pieces = zip(starts, torch.split(hidden, HEAD_POSITIONS), torch.split(packed.targets, HEAD_POSITIONS), strict=True)
     if not torch.is_grad_enabled():
-        return torch.cat([head(*chunk) for chunk in chunks])
-    return torch.cat([checkpoint(head, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks])
+        return torch.cat([head(*piece) for piece in pieces])
+    return torch.cat([checkpoint(head, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces])
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """log_softmax + gather with one [M, V] temporary in the backward pass instead of three."""
+    """Log-softmax and gather; overwrites the logits it is given, twice."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, kernels: Kernels) -> Tensor:
         """logits [M, V], targets [M, K] -> [M, K]"""
-        total = logits.logsumexp(-1, keepdim=True)
-        ctx.save_for_backward(logits, total, targets)
-        return logits.gather(1, targets) - total
+        logprobs = log_softmax_(logits)
+        ctx.save_for_backward(logprobs, targets)
+        ctx.kernels = kernels
+        return logprobs.gather(1, targets)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """d lp_k / d logits = onehot_k - softmax"""
-        logits, total, targets = ctx.saved_tensors  # type: ignore[attr-defined]
-        out = torch.sub(logits, total).exp_()
-        out.mul_(-grad.sum(1, keepdim=True)).scatter_add_(1, targets, grad)
-        return out, None
+        out, targets = ctx.saved_tensors
+        ctx.kernels.exp_(out).mul_(-grad.sum(1, keepdim=True)).scatter_add_(1, targets, grad)
+        return out, None, None
+
+
+@dataclass(frozen=True)
+class _Loss:
+    total: Tensor
+    result: ForwardBackwardResult
+
+
+def _loss(job: Job, lp: Tensor) -> _Loss | Invalid:
+    """The loss of a job from the log-probs [n, K'] of its rows; K' may be wider than its own K."""
+    batch = _batch(job, lp[:, : job.packed.targets.shape[1]])
+    terms = losses.FUNCTIONS[job.loss](batch)
+    metrics = losses.metrics(job.loss, batch, terms)
+    if not np.isfinite(metrics["loss:sum"]):
+        return Invalid("non_finite", f"the loss is {metrics['loss:sum']}; nothing was accumulated.", fix=_CURE)
+    return _Loss(terms.sum(), ForwardBackwardResult(_rows(job.packed, batch.lp), metrics))
+
+
+def _with_gradients(
+    found: list[_Loss | Invalid], lps: list[Tensor], leaves: list[Tensors], dtype: torch.dtype
+) -> list[Computed | Invalid]:
+    """From the losses to the log-probs, and from these, all jobs together, to the weights."""
+    sound = [part for part in zip(found, lps, leaves, strict=True) if isinstance(part[0], _Loss)]
+    if not sound:
+        return [loss for loss in found if isinstance(loss, Invalid)]
+    totals, outputs = [loss.total for loss, _, _ in sound if isinstance(loss, _Loss)], [lp for _, lp, _ in sound]
+    cotangents = torch.autograd.grad(totals, outputs, materialize_grads=True)
+    scales = [_scale(cotangent, dtype) for cotangent in cotangents]
+    inputs = [tensor for _, _, mine in sound for tensor in mine.values()]
+    scaled = [cotangent * scale for cotangent, scale in zip(cotangents, scales, strict=True)]
+    gradients = iter(torch.autograd.grad(outputs, inputs, scaled, materialize_grads=True))
+    unscale = iter(scales)
+    return [
+        loss if isinstance(loss, Invalid) else _checked(loss, _own(mine, gradients, next(unscale)))
+        for loss, mine in zip(found, leaves, strict=True)
+    ]
+
+
+def _own(leaves: Tensors, gradients: Iterator[Tensor], scale: float) -> Tensors:
+    return {name: next(gradients) / scale if scale != 1 else next(gradients) for name in leaves}
+
+
+_HALF_TARGET = 64.0
+"""How large the largest cotangent of a log-prob enters a float16 model: far from 65504, its largest number, and as far
+as that allows from 6e-8, its smallest."""
+
+
+def _scale(cotangent: Tensor, dtype: torch.dtype) -> float:
+    """A power of two by which a job's cotangents [n, K] are multiplied on their way through a float16 model."""
+    largest = float(cotangent.abs().max()) if dtype == torch.float16 else 0.0
+    if not 0 < largest < float("inf"):
+        return 1.0
+    return 2.0 ** math.floor(math.log2(_HALF_TARGET / largest))
+
+
+def _checked(loss: _Loss, gradient: Tensors) -> Computed | Invalid:
+    try:
+        check_gradient(gradient)
+    except Invalid as fault:
+        return fault
+    return loss.result, gradient
 
 
 _CURE = "Look for extreme advantages, weights or log-probs, or lower the learning rate."
 
 
-def _whole(adapter: Adapter | None, packed: Packed) -> Routing:
-    return _all(adapter, packed.tokens.numel())
+def _leaves(weights: Tensors) -> Tensors:
+    return {name: tensor.detach().requires_grad_() for name, tensor in weights.items()}
 
 
-def _all(adapter: Adapter | None, count: int) -> Routing:
-    return [] if adapter is None else [Route(adapter, slice(0, count))]
+def _routing(weights: list[Tensors], jobs: list[Job]) -> Routing:
+    """One segment per adapter: neighbours with the very same tensors share it."""
+    adapters = {id(tensors): Adapter.of(tensors) for tensors in weights}
+    runs = [(adapters[id(tensors)], job.packed.count) for tensors, job in zip(weights, jobs, strict=True)]
+    return route(list(runs), jobs[0].packed.tokens.device)
+
+
+def _clip(routing: Routing, start: int, stop: int) -> Routing:
+    """The routing of the tokens start..stop, counted from start."""
+    clipped = []
+    for part in routing:
+        assert isinstance(part.rows, slice)
+        first, last = max(part.rows.start, start) - start, min(part.rows.stop, stop) - start
+        if first < last:
+            clipped.append(Route(part.adapter, slice(first, last)))
+    return clipped
 
 
 def _check_tokens(base: Base, packed: Packed) -> None:
@@ -200,27 +227,30 @@ def _check_tokens(base: Base, packed: Packed) -> None:
             raise Invalid("unknown_token", f"{field} has ids outside 0..{base.vocab - 1}", field=field)
 
 
-def _batch(loss: str, packed: Packed, lp: Tensor, config: dict[str, float]) -> losses.Batch:
+def _check_inputs(job: Job) -> None:
+    if job.loss == "cross_entropy":
+        return
+    if job.packed.targets.shape[1] != 1:
+        raise Invalid("bad_shape", f"{job.loss} takes one target per token", field="target_tokens")
+    for name in LOSSES[job.loss].required:
+        if name != "target_tokens" and name not in job.packed.inputs:
+            raise Invalid("missing_input", f"the loss {job.loss} needs {name!r}", field=name, index=0)
+
+
+def _batch(job: Job, lp: Tensor) -> losses.Batch:
     """The ratio losses have one target per token and work on [N]."""
-    if loss == "cross_entropy":
-        return losses.Batch(lp, packed.inputs, config, packed.lengths)
-    if lp.shape[1] != 1:
-        raise Invalid("bad_shape", f"{loss} takes one target per token", field="target_tokens")
+    packed = job.packed
+    if job.loss == "cross_entropy":
+        return losses.Batch(lp, packed.inputs, job.config, packed.lengths)
     flat = {name: values[:, 0] for name, values in packed.inputs.items()}
-    for name in LOSSES[loss].required:
-        if name != "target_tokens" and name not in flat:
-            raise Invalid("missing_input", f"the loss {loss} needs {name!r}", field=name, index=0)
-    return losses.Batch(lp[:, 0], flat, config, packed.lengths)
+    return losses.Batch(lp[:, 0], flat, job.config, packed.lengths)
 
 
-def _result(loss: str, packed: Packed, batch: losses.Batch, terms: Tensor) -> ForwardBackwardResult:
-    metrics = losses.metrics(loss, batch, terms)
-    if not np.isfinite(metrics["loss:sum"]):
-        raise Invalid("non_finite", f"the loss is {metrics['loss:sum']}; nothing was accumulated.", fix=_CURE)
-    lp = batch.lp.detach().view(packed.tokens.numel(), -1).cpu().numpy()
-    parts = np.split(lp, np.cumsum(packed.lengths)[:-1])
-    arrays = [
+def _rows(packed: Packed, lp: Tensor) -> list[Array]:
+    """The log-probs of each row in the shape of its own targets."""
+    values = lp.detach().view(packed.count, -1).cpu().numpy()
+    parts = np.split(values, np.cumsum(packed.lengths)[:-1])
+    return [
         Array.of(part[:, 0] if width is None else part[:, :width])
         for part, width in zip(parts, packed.widths, strict=True)
     ]
-    return ForwardBackwardResult(arrays, metrics)

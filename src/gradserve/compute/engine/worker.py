@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
-import torch
 
 from gradserve.compute.engine.arrays import Arrays
 from gradserve.compute.engine.base import Bases
 from gradserve.compute.engine.engine import Engine, TrainingTask
+from gradserve.compute.engine.machine import Machine
 from gradserve.compute.engine.memory import peak_rss_bytes
 from gradserve.compute.engine.sampler import Sampler
 from gradserve.compute.objects import ObjectStore
-from gradserve.compute.tasks import FromWorker, Ping, Pong, Ready, SampleTask, Task, ToWorker, WorkerSpec
+from gradserve.compute.tasks import Cancel, FromWorker, Ping, Pong, Ready, SampleTask, Task, ToWorker, WorkerSpec
 
 if TYPE_CHECKING:
     _Pipe: TypeAlias = Connection[Any, Any]
@@ -32,11 +32,10 @@ else:  # generic only for type checkers
     _Pipe = Connection
 
 
-def main(connection: _Pipe, spec: WorkerSpec, device: str = "cpu") -> None:
+def main(connection: _Pipe, spec: WorkerSpec) -> None:
     """Serve Tasks until the other end of ``connection`` is closed. Messages are msgpack (tasks.ToWorker)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's; it then closes the pipe
-    torch.set_num_threads(spec.threads)
-    _Worker(_Wire(connection), spec, torch.device(device)).serve()
+    _Worker(_Wire(connection), spec, Machine.of(spec)).serve()
 
 
 class _Wire:
@@ -59,22 +58,23 @@ class _Wire:
 class _Worker:
     """Two queues and a debt: how many seconds the sampler is owed before the next training Task."""
 
-    def __init__(self, wire: _Wire, spec: WorkerSpec, device: torch.device) -> None:
+    def __init__(self, wire: _Wire, spec: WorkerSpec, machine: Machine) -> None:
         self._wire = wire
-        self._inbox: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Task | Cancel] = queue.SimpleQueue()
         self._training: list[TrainingTask] = []
         self._owed_s = 0.0
-        bases = Bases(spec.bases, device)
+        self._started = 0.0
+        bases = Bases(spec.bases, machine.device, machine.dtype, machine.kernels)
         store = ObjectStore(Path(spec.objects), Path(spec.durable_objects))
-        arrays = Arrays(store, device)
-        self._engine = Engine(bases, arrays)
+        arrays = Arrays(store, machine.device)
+        self._engine = Engine(bases, arrays, self._between_passes)
         self._sampler = Sampler(bases, arrays, spec.kv_cache_bytes // max(1, len(spec.bases)), spec.pass_tokens)
 
     def serve(self) -> None:
         threading.Thread(target=self._read, name="reader", daemon=True).start()
         self._wire.send(Ready(os.getpid()))
         while True:
-            self._collect()
+            self._collect(wait=not self._training and not self._sampler.busy)
             self._advance()
 
     def _read(self) -> None:
@@ -90,27 +90,43 @@ class _Worker:
         except BaseException:
             os._exit(1)
 
-    def _collect(self) -> None:
-        """Take what has arrived; wait only when there is nothing else to do."""
-        idle = not self._training and not self._sampler.busy
+    def _collect(self, wait: bool) -> None:
+        """Take what has arrived; with ``wait`` (there is nothing else to do) at least one message."""
         try:
             while True:
-                task = self._inbox.get(block=idle)
-                idle = False
-                if isinstance(task, SampleTask):
-                    self._sampler.add(task)
-                else:
-                    self._training.append(task)
+                message = self._inbox.get(block=wait)
+                wait = False
+                match message:
+                    case SampleTask():
+                        self._sampler.add(message)
+                    case Cancel(task_id=task_id):
+                        self._cancel(task_id)
+                    case _:
+                        self._training.append(message)
         except queue.Empty:
             return
 
+    def _cancel(self, task_id: str) -> None:
+        outcome = self._sampler.cancel(task_id)
+        if outcome is not None:
+            self._wire.send(outcome)
+
     def _advance(self) -> None:
         """One training Task or one sampling pass."""
-        started = time.monotonic()
+        self._started = started = time.monotonic()
         if self._training and (self._owed_s <= 0 or not self._sampler.busy):
             self._wire.send(self._engine.run(self._training.pop(0)))
-            self._owed_s = time.monotonic() - started
+            self._owed_s = time.monotonic() - self._started
         elif self._sampler.busy:
             for outcome in self._sampler.step():
                 self._wire.send(outcome)
             self._owed_s -= time.monotonic() - started
+
+    def _between_passes(self) -> None:
+        """A training Task of several passes gives way after each, so that nobody's samples wait for its end."""
+        self._collect(wait=False)
+        until = 2 * time.monotonic() - self._started
+        while self._sampler.busy and time.monotonic() < until:
+            for outcome in self._sampler.step():
+                self._wire.send(outcome)
+        self._started = time.monotonic()

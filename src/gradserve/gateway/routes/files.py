@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from starlette.responses import FileResponse, Response
 
 from gradserve.compute.catalog import ModelUnusable
 from gradserve.compute.checkpoints import small_files, weights_file
-from gradserve.compute.objects import ObjectMissing
+from gradserve.compute.objects import ObjectCorrupt, ObjectMissing
 from gradserve.gateway.answers import utc
 from gradserve.gateway.call import Api, Call, answer_json
 from gradserve.gateway.routes.checkpoints import addressed
@@ -40,7 +41,7 @@ async def get_file(call: Call) -> Response:
         raise unknown_checkpoint(f"tinker://{link.run_id}/{link.kind}/{link.name}", None)
     name = call.path("name")
     if name == weights_file(checkpoint.lora):
-        return _weights(call, checkpoint)
+        return await _weights(call, checkpoint)
     small = _small(call, checkpoint)
     if name in small:
         return Response(small[name], media_type=JSON if name.endswith(".json") else "text/plain")
@@ -54,11 +55,13 @@ def _small(call: Call, checkpoint: Checkpoint) -> dict[str, bytes]:
         raise NotFound("model.unknown", f"{checkpoint.path}: {error}.") from error
 
 
-def _weights(call: Call, checkpoint: Checkpoint) -> Response:
+async def _weights(call: Call, checkpoint: Checkpoint) -> Response:
     try:
-        path = call.gateway.objects.path(checkpoint.weights)
+        path = await asyncio.to_thread(call.gateway.objects.verified_path, checkpoint.weights)
     except ObjectMissing as error:
         raise ServerError("checkpoint.lost", f"The weights of {checkpoint.path} are not on this machine.") from error
+    except ObjectCorrupt as error:
+        raise ServerError("checkpoint.corrupt", f"The stored weights of {checkpoint.path} are damaged.") from error
     return FileResponse(path, media_type="application/octet-stream", filename=weights_file(checkpoint.lora))
 
 

@@ -10,6 +10,8 @@ from starlette.responses import Response
 from gradserve.gateway.call import Api, Call, answer_json
 
 _CHUNK_BYTES = 32_000_000
+_CANCELS_AT_ONCE = 64
+"""How many cancel_future requests a client sends side by side: as many as the public client does by itself."""
 
 
 class SupportedModel(msgspec.Struct, frozen=True):
@@ -42,7 +44,9 @@ async def client_config(call: Call) -> Response:
 
 async def dynamic_config(call: Call) -> Response:
     """Flags that a client asks for again and again."""
-    return answer_json({"refresh_interval_sec": 300, "sample_cancel_enabled": False})
+    return answer_json(
+        {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": _CANCELS_AT_ONCE}
+    )
 
 
 async def telemetry(call: Call) -> Response:

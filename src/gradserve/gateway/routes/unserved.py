@@ -35,7 +35,6 @@ ROUTES = [
         ),
     ),
     Api("POST", "/retrieve_futures", _refusal("Waiting for many futures is", "Use retrieve_future.")),
-    Api("POST", "/cancel_future", _refusal("Cancelling is")),
     Api("POST", "/copy_weights", _refusal("Copying checkpoints is", "load_weights takes any visible path.")),
     Api("PUT", "/sessions/{session_id}/project", _refusal("Moving sessions between projects is")),
     Api("GET", "/sessions/{session_id}/trace_export", _refusal("Trace export is")),

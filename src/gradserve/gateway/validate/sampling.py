@@ -38,6 +38,7 @@ def sample_body(body: SampleBody, sampler: SamplingSession, seq: int, facts: Bas
         topk_prompt_logprobs=_topk("topk_prompt_logprobs", body.topk_prompt_logprobs, facts),
         topk_sample_logprobs=_topk("topk_sample_logprobs", body.topk_sample_logprobs, facts),
         target_prompt_ids=_targets(body.target_prompt_logprobs, length, facts),
+        version=sampler.run_version,
     )
 
 

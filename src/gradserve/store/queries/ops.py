@@ -22,6 +22,9 @@ _ANY_BODY = b""
 
 _EXPIRE_CHUNK = 500
 
+_END = ("state", "ended_at", "result", "content_type", "problem", "weights", "version")
+"""What a Settlement writes into the Op's own row."""
+
 _INSERT = insert_if_new(ops)
 _INSERT_BODY = sa.insert(op_bodies)
 
@@ -45,7 +48,7 @@ _UNFINISHED = _SELECT.where(ops.c.state == "accepted").order_by(ops.c.accepted_a
 _SETTLE = (
     sa.update(ops)
     .where(ops.c.id == bindparam("key"), ops.c.state == "accepted")
-    .values({name: bindparam(f"new_{name}") for name in ("state", "ended_at", "result", "content_type", "problem")})
+    .values({name: bindparam(f"new_{name}") for name in _END})
     .returning(ops.c.tenant, ops.c.scope, ops.c.seq, ops.c.kind)
 )
 
@@ -91,17 +94,8 @@ def unfinished(connection: Connection) -> list[Op]:
 
 
 def settle(connection: Connection, end: Settlement) -> bool:
-    op = connection.execute(
-        _SETTLE,
-        {
-            "key": end.op_id,
-            "new_state": end.state,
-            "new_ended_at": end.ended_at,
-            "new_result": end.result,
-            "new_content_type": end.content_type,
-            "new_problem": end.problem,
-        },
-    ).first()
+    values = {f"new_{name}": getattr(end, name) for name in _END}
+    op = connection.execute(_SETTLE, {"key": end.op_id, **values}).first()
     if op is None:
         return False
     if end.run is not None:
