@@ -41,7 +41,7 @@ class Session(msgspec.Struct, frozen=True):
 class Run(msgspec.Struct, frozen=True):
     """A set of trainable weights as it stands.
 
-    ``lora`` None means that all parameters of the base are trained (docs/decisions/0006).
+    ``lora`` None means that all parameters of the base are trained (docs/decisions/0009).
     ``version`` counts optimizer steps and loads. ``gradients`` are (seq, digest) pairs that wait for the next
     optimizer step. ``cursor`` is the highest seq such that it and all lower ones are ended (-1: not even created).
     """

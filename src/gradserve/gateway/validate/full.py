@@ -1,4 +1,4 @@
-"""Checks of runs that train all parameters of their base; see docs/decisions/0006."""
+"""Checks of runs that train all parameters of their base; see docs/decisions/0009."""
 
 from __future__ import annotations
 
