@@ -87,7 +87,7 @@ def build_app(settings: Settings, catalog: Catalog, wakeups: Wakeups, on_start: 
     objects.sweep_temporary()
     store = SqlStore.at(paths.database)
     executor = LocalExecutor(_worker_specs(settings, catalog), settings.worker_silence_s)
-    folders = CheckpointFolders(paths.checkpoints, objects)
+    folders = CheckpointFolders(paths.checkpoints, objects, catalog)
     scheduler = Scheduler(store, wakeups, executor, objects, folders, settings, _stop_this_process)
 
     @contextlib.asynccontextmanager

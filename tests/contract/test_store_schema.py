@@ -14,13 +14,14 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from msgspec.structs import asdict
 from sqlalchemy.engine import Connection
 
 from gradserve.store import schema
 from gradserve.store.base import Store, StoreError
 from gradserve.store.sql import SqlStore
 from gradserve.store.tables import metadata
-from tests.contract.store_cases import an_op, on_store
+from tests.contract.store_cases import a_checkpoint, a_run, an_op, create_run, on_store, write_checkpoint
 
 
 def _migrated(path: Path, *revisions: str) -> Connection:
@@ -95,6 +96,29 @@ def test_an_older_database_is_brought_up_to_date(tmp_path: Path) -> None:
         asyncio.run(SqlStore.at(path, read_only=True).open())
     asyncio.run(on_store(SqlStore.at(path), use))
     assert _stamp(path) == schema.HEAD
+
+
+def test_rows_of_the_first_version_stay_and_full_runs_fit_beside_them(tmp_path: Path) -> None:
+    """0002 rebuilds two tables: what was in them is read as before, and a run without adapters can be written."""
+    path = tmp_path / "gradserve.db"
+    old = _migrated(path, "0001")
+    with old.begin():
+        run, checkpoint = a_run(), a_checkpoint()
+        old.execute(sa.insert(metadata.tables["runs"]), asdict(run))
+        old.execute(sa.insert(metadata.tables["checkpoints"]), asdict(checkpoint))
+    with pytest.raises(sa.exc.IntegrityError, match="NOT NULL"), old.begin():
+        old.execute(sa.insert(metadata.tables["runs"]), asdict(a_run("full", lora=None)))
+    old.close()
+
+    async def use(store: Store) -> None:
+        assert await store.get_run(None, "r") == run
+        assert (await store.list_checkpoints(None, "r", 9, 0))[0] == [checkpoint]
+        made = await create_run(store, "full", lora=None)
+        assert made.lora is None
+        await write_checkpoint(store, a_checkpoint(run_id="full", lora=None))
+        assert (await store.list_checkpoints(None, "full", 9, 0))[0][0].lora is None
+
+    asyncio.run(on_store(SqlStore.at(path), use))
 
 
 @pytest.mark.parametrize("read_only", [False, True])

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from gradserve.compute.catalog import Catalog
 from gradserve.compute.checkpoints import CheckpointFolders
 from gradserve.compute.executor import WorkerState
 from gradserve.compute.objects import ObjectStore
@@ -118,7 +119,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.objects = ObjectStore(folder / "fast", folder / "durable")
-        self.folders = CheckpointFolders(folder / "checkpoints", self.objects)
+        self.folders = CheckpointFolders(folder / "checkpoints", self.objects, Catalog([]))
         self.store = SqlStore.in_memory()
         self.wakeups = Wakeups()
         self.worker = ScriptedWorker(self.objects)

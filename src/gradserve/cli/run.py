@@ -11,6 +11,7 @@ from gradserve.cli.runs import DATA_DIR
 from gradserve.cli.source import one_run
 from gradserve.store.base import Checkpoint, LedgerLine
 from gradserve.store.overview import RunDetail
+from gradserve.wire.ops import LoraConfig
 
 
 @click.command(short_help="Show one run: its state, checkpoints and bill.")
@@ -28,8 +29,7 @@ def run(run_id: str, data_dir: Path | None, lines: int) -> None:
 def _show(detail: RunDetail) -> None:
     run, total = detail.run, detail.total
     click.secho(run.id, bold=True)
-    flags = [name for name in ("attn", "mlp", "unembed") if getattr(run.lora, f"train_{name}")]
-    click.echo(f"  base      {run.base}   LoRA rank {run.lora.rank} on {', '.join(flags)}, seed {run.lora.seed}")
+    click.echo(f"  base      {run.base}   {_trained(run.lora)}")
     click.echo(f"  started   {_time(run.created_at)}   last request {_time(run.last_request_at)}")
     click.echo(f"  version   {run.version}   weights {(run.weights or 'none')[:16]}")
     if run.corrupted:
@@ -42,6 +42,13 @@ def _show(detail: RunDetail) -> None:
     )
     for line in detail.lines:
         click.echo(_line(line))
+
+
+def _trained(lora: LoraConfig | None) -> str:
+    if lora is None:
+        return "all parameters"
+    flags = [name for name in ("attn", "mlp", "unembed") if getattr(lora, f"train_{name}")]
+    return f"LoRA rank {lora.rank} on {', '.join(flags)}, seed {lora.seed}"
 
 
 def _saved(checkpoint: Checkpoint) -> str:

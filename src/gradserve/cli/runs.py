@@ -32,8 +32,9 @@ def runs(data_dir: Path | None, limit: int) -> None:
 
 def _line(overview: RunOverview) -> str:
     run, total = overview.run, overview.total
+    trained = "full" if run.lora is None else f"rank {run.lora.rank}"
     return (
-        f"{run.base}  {datetime.fromtimestamp(run.created_at):%Y-%m-%d %H:%M}  v{run.version}  "
+        f"{run.base} {trained}  {datetime.fromtimestamp(run.created_at):%Y-%m-%d %H:%M}  v{run.version}  "
         f"{total.train_tokens:,} trained, {total.prefill_tokens:,} prefilled, {total.sample_tokens:,} sampled  "
         f"{total.compute_ms / 1000:,.1f} s  ${total.amount_usd:.6f}"
     )

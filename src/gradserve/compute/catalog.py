@@ -6,6 +6,7 @@ Reads config files only; torch is not needed to answer "how long may a prompt be
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,10 @@ class ModelUnusable(ValueError):
 
 
 class BaseFacts(msgspec.Struct, frozen=True):
-    """What the gateway must know to check a request. ``context`` counts prompt and generated tokens together."""
+    """What the gateway must know to check a request. ``context`` counts prompt and generated tokens together.
+
+    ``parameters`` counts the numbers in the weight files; None when they are not safetensors.
+    """
 
     name: str
     path: str
@@ -29,6 +33,7 @@ class BaseFacts(msgspec.Struct, frozen=True):
     vocab_size: int
     context: int
     eos_tokens: tuple[int, ...]
+    parameters: int | None = None
 
     @property
     def spec(self) -> BaseSpec:
@@ -61,7 +66,18 @@ def read_facts(name: str, directory: Path) -> BaseFacts:
         vocab_size=int(config["vocab_size"]),
         context=int(config["max_position_embeddings"]),
         eos_tokens=eos_tokens,
+        parameters=_parameters(directory),
     )
+
+
+def _parameters(directory: Path) -> int | None:
+    """From the headers of the weight files alone (eight bytes of length, then JSON)."""
+    shapes: dict[str, list[int]] = {}
+    for file in directory.glob("model*.safetensors"):
+        with open(file, "rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    return sum(math.prod(shape) for shape in shapes.values()) if shapes else None
 
 
 class Catalog:

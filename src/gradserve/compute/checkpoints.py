@@ -1,9 +1,13 @@
-"""A checkpoint as a folder that people and peft can open: links to the durable objects, plus adapter_config.json.
+"""A checkpoint as a folder that people and their libraries can open: links to the durable objects, plus small files.
 
 <data_dir>/checkpoints/<run>/<kind>/<name>/
     adapter_model.safetensors      LoRA tensors under PEFT's names
     adapter_config.json            what peft.PeftModel.from_pretrained needs
-    optimizer.safetensors          AdamW moments, only in training checkpoints
+or, of a run that trains all parameters,
+    model.safetensors              every parameter under its Hugging Face name
+    config.json, tokenizer...      the base's own, for transformers' from_pretrained
+and of training checkpoints
+    optimizer.safetensors          AdamW moments
 """
 
 from __future__ import annotations
@@ -13,12 +17,17 @@ import os
 import shutil
 from pathlib import Path
 
+from gradserve.compute.catalog import Catalog, ModelUnusable
 from gradserve.compute.objects import ObjectStore
 from gradserve.wire.ops import LORA_ALPHA, LoraConfig
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 UNEMBED = ("lm_head",)
+
+_SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
+_OF_THE_WEIGHTS = ("config.json", "*.index.json")
+"""Small files of a model directory that say something about its weight files."""
 
 
 def target_modules(lora: LoraConfig) -> list[str]:
@@ -42,6 +51,35 @@ def adapter_config(base: str, lora: LoraConfig) -> dict[str, object]:
     }
 
 
+def model_config(base: Path) -> dict[str, object]:
+    """The content of config.json for parameters trained from the model in ``base``: the same, but float32."""
+    config: dict[str, object] = json.loads((base / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    return config | {"dtype": "float32"}
+
+
+def weights_file(lora: LoraConfig | None) -> str:
+    """What a weights object is called in a folder."""
+    return "model.safetensors" if lora is None else "adapter_model.safetensors"
+
+
+def small_files(base: str, lora: LoraConfig | None, catalog: Catalog) -> dict[str, bytes]:
+    """The files beside the weights, by name. Raises ModelUnusable when the base's own are needed and not offered."""
+    if lora is not None:
+        return {"adapter_config.json": _pretty(adapter_config(base, lora))}
+    facts = catalog.get(base)
+    if facts is None:
+        raise ModelUnusable(f"the base model {base!r} is not offered any more; its config and tokenizer are needed")
+    folder = Path(facts.path)
+    found = {file for pattern in _SMALL_FILES for file in folder.glob(pattern)}
+    kept = {file.name: file.read_bytes() for file in found if not any(file.match(name) for name in _OF_THE_WEIGHTS)}
+    return kept | {"config.json": _pretty(model_config(folder))}
+
+
+def _pretty(content: dict[str, object]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
 def folder_of(root: Path, run_id: str, kind: str, name: str) -> Path:
     """Where the folder of a checkpoint is."""
     return root / run_id.replace(":", "_") / kind / name
@@ -50,19 +88,21 @@ def folder_of(root: Path, run_id: str, kind: str, name: str) -> Path:
 class CheckpointFolders:
     """The tree of readable folders under ``root``. Losing it loses nothing: the objects and the store are the truth."""
 
-    def __init__(self, root: Path, objects: ObjectStore) -> None:
+    def __init__(self, root: Path, objects: ObjectStore, catalog: Catalog) -> None:
         self._root = root
         self._objects = objects
+        self._catalog = catalog
 
     def write(
-        self, run_id: str, kind: str, name: str, base: str, lora: LoraConfig, weights: str, moments: str | None
+        self, run_id: str, kind: str, name: str, base: str, lora: LoraConfig | None, weights: str, moments: str | None
     ) -> Path:
         """Make the folder, replacing an older one. The objects must be durable already."""
         folder = folder_of(self._root, run_id, kind, name)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        (folder / "adapter_config.json").write_text(json.dumps(adapter_config(base, lora), indent=2) + "\n")
-        os.link(self._objects.persist(weights), folder / "adapter_model.safetensors")
+        for file, content in small_files(base, lora, self._catalog).items():
+            (folder / file).write_bytes(content)
+        os.link(self._objects.persist(weights), folder / weights_file(lora))
         if moments is not None:
             os.link(self._objects.persist(moments), folder / "optimizer.safetensors")
         return folder

@@ -81,6 +81,22 @@ class ObjectStore:
             target.touch()  # young again: the janitor leaves young objects alone
         return digest
 
+    def temporary(self) -> Path:
+        """A name in the fast tier to write an object under; ``adopt`` it when it is whole."""
+        return self.fast / f"{secrets.token_hex(16)}.tmp"
+
+    def adopt(self, file: Path) -> str:
+        """Make a file that was written under a ``temporary`` name an object; returns the digest."""
+        with open(file, "rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        target = self.fast / (digest + SUFFIX)
+        if target.exists():
+            file.unlink()  # others may have mapped the one that is there
+        else:
+            file.rename(target)
+        target.touch()  # young from now on, however long the writing took: the janitor leaves young objects alone
+        return digest
+
     def path(self, digest: str) -> Path:
         """The file of an object. Raises ObjectMissing."""
         for candidate in self._places(digest):
@@ -156,6 +172,10 @@ class ObjectStore:
     def has_durable(self, digest: str) -> bool:
         """Whether the object would survive a power cut."""
         return (self.durable / (digest + SUFFIX)).exists()
+
+    def free_fast_bytes(self) -> int:
+        """How much more the fast tier can take."""
+        return shutil.disk_usage(self.fast).free
 
     def _places(self, digest: str) -> tuple[Path, Path]:
         """Where an object may be, in the order of looking."""

@@ -6,6 +6,7 @@ run twice, by any worker, gives the same digests. Messages are msgpack; nothing 
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 import msgspec
@@ -47,15 +48,19 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 
 
 class InitTask(msgspec.Struct, frozen=True, tag="init"):
-    """Fresh adapters for ``base`` -> ``weights``."""
+    """Fresh adapters for ``base``, or (``lora`` None) a copy of its own parameters -> ``weights``."""
 
     id: str
     base: str
-    lora: LoraConfig
+    lora: LoraConfig | None
 
 
 class GradTask(msgspec.Struct, frozen=True, tag="grad"):
-    """Log-probs of ``rows`` under (base, weights); with ``backward`` also the loss's gradient -> ``gradient``."""
+    """Log-probs of ``rows`` under (base, weights); with ``backward`` also the loss's gradient -> ``gradient``.
+
+    ``pass_rows`` are the numbers of rows of passes whose gradients are summed in order inside the worker, for weights
+    that are a model's parameters: such a gradient is too large for an object per pass. Empty for adapters.
+    """
 
     id: str
     base: str
@@ -64,6 +69,12 @@ class GradTask(msgspec.Struct, frozen=True, tag="grad"):
     loss: str
     config: dict[str, float]
     backward: bool
+    pass_rows: tuple[int, ...] = ()
+
+    def passes(self) -> list[list[Row]]:
+        """The rows of each pass; one pass of all rows when ``pass_rows`` is empty."""
+        ends = list(itertools.accumulate(self.pass_rows or (len(self.rows),)))
+        return [self.rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
     @property
     def tokens(self) -> int:

@@ -33,13 +33,13 @@ class RunAnswer(msgspec.Struct, frozen=True):
     training_run_id: str
     base_model: str
     model_owner: str
-    lora_rank: int
+    lora_rank: int | None
     corrupted: bool
     last_request_time: datetime
     last_checkpoint: CheckpointAnswer | None
     last_sampler_checkpoint: CheckpointAnswer | None
     user_metadata: dict[str, str]
-    is_lora: bool = True
+    is_lora: bool
 
 
 class Cursor(msgspec.Struct, frozen=True):
@@ -76,12 +76,13 @@ def run_answer(run: Run, newest_first: list[Checkpoint]) -> RunAnswer:
         training_run_id=run.id,
         base_model=run.base,
         model_owner=run.tenant,
-        lora_rank=run.lora.rank,
+        lora_rank=run.lora.rank if run.lora else None,
         corrupted=run.corrupted,
         last_request_time=utc(run.last_request_at),
         last_checkpoint=latest.get("weights"),
         last_sampler_checkpoint=latest.get("sampler_weights"),
         user_metadata=run.user_metadata,
+        is_lora=run.lora is not None,
     )
 
 

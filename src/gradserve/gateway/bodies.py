@@ -109,6 +109,12 @@ class LoraBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     train_attn: bool = True
 
 
+class ExtensionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What gradserve adds to create_model: which parameters are trained. The public SDK never sends it."""
+
+    parameters: Literal["lora", "full"] = "lora"
+
+
 class CreateModelBody(Strict, frozen=True, kw_only=True):
     """POST create_model."""
 
@@ -118,6 +124,7 @@ class CreateModelBody(Strict, frozen=True, kw_only=True):
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraBody | None = None
     optimizer_config: dict[str, Any] | None = None
+    gradserve: ExtensionBody | None = None
 
 
 class OptimStepBody(Strict, frozen=True, kw_only=True):

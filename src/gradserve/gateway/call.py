@@ -141,5 +141,6 @@ def _validation_problem(message: str) -> Invalid:
         path = f"{path}.{name}" if path else name
         code = "body.unknown_field" if "unknown field" in what else "body.missing_field"
         said = "is not a field that this server knows" if "unknown" in what else "is missing"
-        return Invalid(code, f"{path} {said}.", field=path)
+        fix = "Leave it out or correct its name." if "unknown" in what else None
+        return Invalid(code, f"{path} {said}.", field=path, fix=fix)
     return Invalid("body.type", f"{path or 'the body'}: {what}.", field=path or None)

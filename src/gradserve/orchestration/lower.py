@@ -54,13 +54,23 @@ def _steps(op_id: str, body: OpBody, run: Run | None, task_tokens: int) -> tuple
 
 def _forward_backward(op_id: str, body: ForwardBackward, run: Run, task_tokens: int) -> tuple[Step, ...]:
     assert run.weights is not None
+    groups = cut(body.rows, task_tokens)
+    if run.lora is None:
+        return (Compute(_in_one_task(op_id, body, run, groups)),)
     steps: list[Step] = [
         Compute(GradTask(f"{op_id}/{number}", run.base, run.weights, rows, body.loss, body.config, body.backward))
-        for number, rows in enumerate(cut(body.rows, task_tokens))
+        for number, rows in enumerate(groups)
     ]
     if body.backward and len(steps) > 1:
         steps.append(Compute(ReduceTask(f"{op_id}/{len(steps)}", []), tuple(range(len(steps)))))
     return tuple(steps)
+
+
+def _in_one_task(op_id: str, body: ForwardBackward, run: Run, groups: list[list[Row]]) -> GradTask:
+    """A gradient of all parameters is as large as the model: the worker sums those of the groups, in the same order."""
+    assert run.weights is not None
+    pass_rows = tuple(len(rows) for rows in groups)
+    return GradTask(f"{op_id}/0", run.base, run.weights, body.rows, body.loss, body.config, body.backward, pass_rows)
 
 
 def _optim_step(op_id: str, body: OptimStep, run: Run) -> tuple[Step, ...]:

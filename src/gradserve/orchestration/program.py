@@ -55,16 +55,21 @@ class Program:
         return "\n".join(lines)
 
 
+def _trained(lora: LoraConfig | None) -> str:
+    return "all parameters" if lora is None else f"rank={lora.rank} seed={lora.seed}"
+
+
 def _words(step: Step) -> str:
     if isinstance(step, Persist):
         return "persist " + " ".join(digest[:8] for digest in step.digests)
     match step.task:
         case InitTask() as task:
-            return f"init {task.base} rank={task.lora.rank} seed={task.lora.seed}"
+            return f"init {task.base} {_trained(task.lora)}"
         case GradTask() as task:
             verb = "grad" if task.backward else "forward"
             tokens = sum(row.length for row in task.rows)
-            return f"{verb} {task.base}+{task.weights[:8]} {task.loss} rows={len(task.rows)} tokens={tokens}"
+            passes = f" passes={len(task.pass_rows)}" if task.pass_rows else ""
+            return f"{verb} {task.base}+{task.weights[:8]} {task.loss} rows={len(task.rows)} tokens={tokens}{passes}"
         case ReduceTask():
             return "reduce " + " ".join(f"%{number}" for number in step.after)
         case OptimTask() as task:

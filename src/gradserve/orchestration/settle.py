@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from gradserve.compute.combine import joined
 from gradserve.compute.tasks import Done, Failed, Usage
 from gradserve.orchestration.meter import ledger_line
 from gradserve.settings import PriceSheet
@@ -156,32 +157,10 @@ def _forward_backward(context: Context, outcomes: Sequence[Done]) -> Settlement:
 
 
 def combine(parts: Sequence[ForwardBackwardResult]) -> ForwardBackwardResult:
-    """The results of several GradTasks as one: rows in order, metrics by the suffix after their ":".
-
-    sum adds, min and max choose, mean is weighted by rows; as the SDK itself combines chunks. Raises ServerError when
-    they were not computed with the same weights.
-    """
+    """The results of several GradTasks as one. Raises ServerError when they weren't computed with the same weights."""
     for part in parts:
         _require_weights(part, parts[0].weights)
-    logprobs = [row for part in parts for row in part.logprobs]
-    metrics = {key: _combined(key, parts) for key in parts[0].metrics}
-    return ForwardBackwardResult(logprobs, metrics, parts[0].weights)
-
-
-def _combined(key: str, parts: Sequence[ForwardBackwardResult]) -> float:
-    values = [part.metrics[key] for part in parts]
-    match key.rpartition(":")[2]:
-        case "sum":
-            return sum(values)
-        case "min":
-            return min(values)
-        case "max":
-            return max(values)
-        case "mean":
-            weights = [len(part.logprobs) for part in parts]
-            return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
-        case other:
-            raise ValueError(f"metric {key!r}: no rule to combine {other!r}")
+    return joined(parts)
 
 
 def _optim_step(context: Context, outcomes: Sequence[Done]) -> Settlement:

@@ -41,6 +41,7 @@ class Session(msgspec.Struct, frozen=True):
 class Run(msgspec.Struct, frozen=True):
     """A set of trainable weights as it stands.
 
+    ``lora`` None means that all parameters of the base are trained (docs/decisions/0009).
     ``version`` counts optimizer steps and loads. ``gradients`` are (seq, digest) pairs that wait for the next
     optimizer step. ``cursor`` is the highest seq such that it and all lower ones are ended (-1: not even created).
     """
@@ -49,7 +50,7 @@ class Run(msgspec.Struct, frozen=True):
     tenant: str
     session_id: str
     base: str
-    lora: LoraConfig
+    lora: LoraConfig | None
     created_at: float
     last_request_at: float
     user_metadata: dict[str, str] = {}
@@ -77,14 +78,17 @@ class SamplingSession(msgspec.Struct, frozen=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A name on a durable version. ``kind`` and ``name`` are the last two parts of its tinker:// path."""
+    """A name on a durable version. ``kind`` and ``name`` are the last two parts of its tinker:// path.
+
+    ``lora`` None means that ``weights`` are all parameters of the base, not an adapter.
+    """
 
     run_id: str
     tenant: str
     kind: Literal["weights", "sampler_weights", "external_weights"]
     name: str
     base: str
-    lora: LoraConfig
+    lora: LoraConfig | None
     version: int
     weights: str
     moments: str | None

@@ -61,10 +61,10 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 
 class CreateModel(msgspec.Struct, frozen=True, tag="create_model"):
-    """Make version 0 of a run: fresh adapters on a base."""
+    """Make version 0 of a run: fresh adapters on a base, or (``lora`` None) all of the base's parameters."""
 
     base: str
-    lora: LoraConfig
+    lora: LoraConfig | None
 
 
 class ForwardBackward(msgspec.Struct, frozen=True, tag="forward_backward"):

@@ -37,12 +37,14 @@ def test_create_model_draws_the_same_seed(gate: Gate) -> None:
     assert first.json()["model_id"] == f"{session}:train:0"
     body = decode_body(gate.op(first.json()["request_id"]).body)
     assert isinstance(body, CreateModel)
+    assert body.lora is not None
     assert 0 <= body.lora.seed < 2**63
     other = gate.create_model(session, lora_config={"rank": 8})
     assert (other.status_code, problem(other)["code"]) == (400, "op.conflict")
     second = gate.create_model(session, 1)
     other_body = decode_body(gate.op(second.json()["request_id"]).body)
     assert isinstance(other_body, CreateModel)
+    assert other_body.lora is not None
     assert other_body.lora.seed != body.lora.seed
 
 

@@ -3,10 +3,11 @@
     worker     the process: a reader thread, and a loop that shares time between training and sampling
     engine     one training Task -> Outcome
     train      packed rows -> log-probs, loss (losses) and gradient;  optim: AdamW
-    sampler    SampleTasks -> Outcomes: a lane of continuous batching per base
+    sampler    SampleTasks -> Outcomes: a lane of continuous batching per base (and per version of a fully trained run)
     lane       one pass: places (kv), attention (decode), drawing (choose, rng), ends (stops), prompts' scores (prompts)
+    full       Tasks on all parameters of a base, which are exchanged for a pass (parameters)
     base       a frozen model, its attention (attention) and the adapters laid over it (lora)
-    arrays     objects as tensors;  memory: how much is used, what means "too much"
+    arrays     objects as tensors, and objects in the making (drafts);  memory: how much is used, what means "too much"
     convert    GGUF -> a Hugging Face directory
 
 Shapes: N packed tokens, H heads, Hkv key/value heads, G = H / Hkv, D head size, L cached length, S slots,

@@ -18,6 +18,7 @@ from gradserve.compute.engine import lora
 from gradserve.compute.engine.attention import NAME, Filled, Layout
 from gradserve.compute.engine.fused import fuse
 from gradserve.compute.engine.kernels import FAST, Kernels
+from gradserve.compute.engine.parameters import Parameters
 from gradserve.compute.tasks import BaseSpec
 from gradserve.wire.errors import Invalid
 
@@ -45,6 +46,7 @@ class Base:
         self._router = lora.Router(kernels, device)
         self._tokenizer: Any = None
         self._recompute = False
+        self.parameters = Parameters(model)
         self.targets: dict[str, nn.Linear] = lora.wrap(model, self._router, kernels)
         self.routed = self._router.routed
         fuse(model)

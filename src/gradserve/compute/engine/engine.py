@@ -12,12 +12,15 @@ from typing import TypeVar
 import msgspec
 
 from gradserve.compute.catalog import ModelUnusable
+from gradserve.compute.engine import full
 from gradserve.compute.engine.arrays import Arrays
 from gradserve.compute.engine.base import Bases
-from gradserve.compute.engine.lora import init_adapter
+from gradserve.compute.engine.drafts import Draft
+from gradserve.compute.engine.lora import Tensors, init_adapter
 from gradserve.compute.engine.memory import is_out_of_memory, peak_rss_bytes
-from gradserve.compute.engine.optim import adamw_step, fold
+from gradserve.compute.engine.optim import adamw_step, adamw_step_in_place, fold, moments_like
 from gradserve.compute.engine.origin import Origin, WrongOrigin, common, require
+from gradserve.compute.engine.parameters import is_full
 from gradserve.compute.engine.train import Computed, Job, forward_backward, prepare
 from gradserve.compute.objects import ObjectCorrupt
 from gradserve.compute.tasks import (
@@ -39,15 +42,19 @@ TrainingTask = InitTask | GradTask | ReduceTask | OptimTask
 
 
 class Engine:
-    """Runs training-type Tasks. Nothing here raises: a failure is an Outcome."""
+    """Runs training-type Tasks. Nothing here raises: a failure is an Outcome.
 
-    def __init__(self, bases: Bases, arrays: Arrays) -> None:
+    ``between`` is called between two passes of one Task; what it takes is not on the Task's account.
+    """
+
+    def __init__(self, bases: Bases, arrays: Arrays, between: Callable[[], None] = lambda: None) -> None:
         self._bases = bases
         self._arrays = arrays
+        self._between = between
 
     def run(self, task: TrainingTask) -> Outcome:
         """The Task's outcome, with the wall time it took."""
-        if isinstance(task, GradTask):
+        if isinstance(task, GradTask) and not task.pass_rows:
             return self.run_together([task])[0]
         started = time.perf_counter_ns()
         return attempt(task.id, lambda: self._run(task, started))
@@ -56,7 +63,11 @@ class Engine:
         """GradTasks of one base and one direction in one pass: each gets the outcome that it would get alone.
 
         What is wrong with one of them fails that one. When the pass itself fails (memory, say), they are run singly.
+        A Task on all parameters of the base shares its passes with none.
         """
+        if any(task.pass_rows for task in tasks):
+            rest = iter(self.run_together([task for task in tasks if not task.pass_rows]))
+            return [self.run(task) if task.pass_rows else next(rest) for task in tasks]
         started = time.perf_counter_ns()
         prepared = {task.id: attempt(task.id, partial(self._prepare, task)) for task in tasks}
         ready = [task for task in tasks if isinstance(prepared[task.id], Job)]
@@ -94,18 +105,41 @@ class Engine:
             return result, {}
         return result, {"gradient": self._arrays.put(gradient, Origin(task.weights, task.base))}
 
-    def _run(self, task: InitTask | ReduceTask | OptimTask, started: int) -> Done:
+    def _run(self, task: TrainingTask, started: int) -> Done:
         match task:
             case InitTask():
                 return self._init(task, started)
+            case GradTask():
+                return self._full_grad(task, started)
             case ReduceTask():
                 return self._reduce(task, started)
             case OptimTask():
                 return self._optim(task, started)
 
     def _init(self, task: InitTask, started: int) -> Done:
-        tensors = init_adapter(self._bases.get(task.base).targets, task.lora)
-        return Done(task.id, _usage(started), {"weights": self._arrays.put(tensors)})
+        base = self._bases.get(task.base)
+        if task.lora is not None:
+            weights = self._arrays.put(init_adapter(base.targets, task.lora))
+        else:
+            with self._arrays.copy(base.parameters.tensors()) as draft:
+                weights = self._arrays.commit(draft)
+        return Done(task.id, _usage(started), {"weights": weights})
+
+    def _full_grad(self, task: GradTask, started: int) -> Done:
+        """The gradient, as large as the model, is computed where it will lie."""
+        base, weights = self._bases.get(task.base), self._arrays.get(task.weights)
+        if not is_full(weights):
+            raise ValueError(f"{task.weights} is an adapter, and pass_rows are for all parameters of a base")
+        pauses = _Pauses(self._between)
+        objects = {}
+        if task.backward:
+            with self._arrays.draft(weights, Origin(task.weights, task.base)) as draft:
+                rows = full.forward_backward(base, weights, task, draft.tensors, pauses.take)
+                objects["gradient"] = self._arrays.commit(draft)
+        else:
+            rows = full.forward(base, weights, task, pauses.take)
+        rows = msgspec.structs.replace(rows, weights=task.weights)
+        return _done(task, rows, objects, _elapsed_us(started + pauses.total_ns))
 
     def _reduce(self, task: ReduceTask, started: int) -> Done:
         origin = common(self._arrays.origin(digest) for digest in task.gradients)
@@ -114,12 +148,30 @@ class Engine:
 
     def _optim(self, task: OptimTask, started: int) -> Done:
         self._check_origins(task)
+        old = self._arrays.get(task.weights)
+        if is_full(old):
+            return self._full_optim(task, old, started)
         moments = None if task.moments is None else self._arrays.get(task.moments)
         gradient = fold(self._arrays.get(digest) for digest in task.gradients)
-        weights, moments, metrics = adamw_step(self._arrays.get(task.weights), moments, gradient, task.adam)
+        weights, moments, metrics = adamw_step(old, moments, gradient, task.adam)
         made = self._arrays.put(weights)
         objects = {"weights": made, "moments": self._arrays.put(moments, Origin(made))}
         return Done(task.id, _usage(started), objects, metrics=metrics)
+
+    def _full_optim(self, task: OptimTask, old: Tensors, started: int) -> Done:
+        """The step is computed in the objects that it makes: nothing else of their size is needed."""
+        gradient = fold(self._arrays.get(digest) for digest in task.gradients)
+        with self._arrays.copy(old) as weights, self._full_moments(task, old) as moments:
+            metrics = adamw_step_in_place(weights.tensors, moments.tensors, gradient, task.adam)
+            made = self._arrays.commit(weights)
+            objects = {"weights": made, "moments": self._arrays.commit(moments, Origin(made))}
+        return Done(task.id, _usage(started), objects, metrics=metrics)
+
+    def _full_moments(self, task: OptimTask, weights: Tensors) -> Draft:
+        not_yet_known = Origin("0" * len(task.weights))
+        if task.moments is None:
+            return self._arrays.draft(moments_like(weights), not_yet_known)
+        return self._arrays.copy(self._arrays.get(task.moments), not_yet_known)
 
     def _check_origins(self, task: OptimTask) -> None:
         """A step takes gradients and moments of its own weights only. (Moments of older servers do not say theirs.)"""
@@ -129,6 +181,19 @@ class Engine:
             origin = self._arrays.origin(task.moments)
             if origin is not None:
                 require(origin, task.weights, f"moments {task.moments}")
+
+
+class _Pauses:
+    """Lets others have a turn and remembers how long that took."""
+
+    def __init__(self, between: Callable[[], None]) -> None:
+        self._between = between
+        self.total_ns = 0
+
+    def take(self) -> None:
+        started = time.perf_counter_ns()
+        self._between()
+        self.total_ns += time.perf_counter_ns() - started
 
 
 def divide(amount: int, weights: list[int]) -> list[int]:

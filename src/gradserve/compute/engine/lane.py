@@ -21,6 +21,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +34,7 @@ from gradserve.compute.engine.choose import Chooser, Settings
 from gradserve.compute.engine.decode import SamplingLayout
 from gradserve.compute.engine.kv import KvCache
 from gradserve.compute.engine.logprobs import log_softmax_
-from gradserve.compute.engine.lora import route
+from gradserve.compute.engine.lora import Tensors, route
 from gradserve.compute.engine.prefix import BLOCK, chain
 from gradserve.compute.engine.rng import U64, streams, uniform
 from gradserve.compute.engine.sequences import Request, Sequence, Stem
@@ -76,11 +77,13 @@ class _Drawing:
 
 
 class Lane:
-    """``step`` is one pass. Not thread-safe."""
+    """``step`` is one pass. Not thread-safe. With ``parameters`` all its passes compute with these, not the base's."""
 
-    def __init__(self, base: Base, kv_cache_bytes: int, pass_tokens: int) -> None:
+    def __init__(self, base: Base, kv_cache_bytes: int, pass_tokens: int, parameters: Tensors | None = None) -> None:
         self._base = base
-        self._kv = KvCache(base.config, base.context, kv_cache_bytes, base.device, base.dtype)
+        self._parameters = parameters
+        dtype = base.dtype if parameters is None else torch.float32
+        self._kv = KvCache(base.config, base.context, kv_cache_bytes, base.device, dtype)
         self._pass_tokens = pass_tokens
         self._most_rows = max(1, pass_tokens // 2)
         self._line: list[Stem] = []  # oldest first
@@ -105,7 +108,8 @@ class Lane:
     def step(self) -> Passed:
         """One pass. An error fails all requests that the pass was about."""
         try:
-            return self._step()
+            with nullcontext() if self._parameters is None else self._base.parameters.replaced(self._parameters):
+                return self._step()
         except Exception as error:
             held = [row.request for row in self._kv.rows()]
             held += [stem.request for stem in self._line if stem.kv is not None]

@@ -27,7 +27,9 @@ _UNEMBED = ("lm_head",)
 TARGETS = frozenset(_ATTENTION + _MLP + _UNEMBED)
 """Last name parts of the modules that can carry an adapter."""
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
+"""What the names of PEFT's tensors start with."""
+
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 
 Tensors = dict[str, Tensor]
@@ -47,7 +49,7 @@ class Adapter:
         names = [name.removesuffix(a_name) for name in tensors if name.endswith(a_name)]
         if not names or len(tensors) != 2 * len(names):
             raise Invalid("not_an_adapter", "not a LoRA adapter: every module needs one lora_A and one lora_B")
-        pairs = {name.removeprefix(_PREFIX): (tensors[name + a_name], tensors[name + b_name]) for name in names}
+        pairs = {name.removeprefix(PREFIX): (tensors[name + a_name], tensors[name + b_name]) for name in names}
         ranks = {a.shape[0] for a, _ in pairs.values()}
         if len(ranks) != 1:
             raise Invalid("not_an_adapter", f"all modules of an adapter have one rank, not {sorted(ranks)}")
@@ -210,8 +212,8 @@ def init_adapter(targets: dict[str, nn.Linear], config: LoraConfig) -> Tensors:
         if name.rpartition(".")[2] in wanted:
             a = torch.empty(config.rank, linear.in_features)
             nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=_generator(config.seed, name))
-            tensors[f"{_PREFIX}{name}{_SUFFIXES[0]}"] = a
-            tensors[f"{_PREFIX}{name}{_SUFFIXES[1]}"] = torch.zeros(linear.out_features, config.rank)
+            tensors[f"{PREFIX}{name}{_SUFFIXES[0]}"] = a
+            tensors[f"{PREFIX}{name}{_SUFFIXES[1]}"] = torch.zeros(linear.out_features, config.rank)
     return tensors
 
 

@@ -88,3 +88,42 @@ def _state(moments: Tensors | None, names: list[str], parameter: Tensor) -> Tens
         "exp_avg": _flat(moments, names, _FIRST),
         "exp_avg_sq": _flat(moments, names, _SECOND),
     }
+
+
+def moments_like(weights: Tensors) -> Tensors:
+    """Meta tensors: ``<param>.exp_avg`` and ``<param>.exp_avg_sq`` for each of ``weights``, and one scalar ``step``."""
+    moments: Tensors = {_STEP: torch.empty((), dtype=torch.float32, device="meta")}
+    for name, weight in weights.items():
+        moments[name + _FIRST] = moments[name + _SECOND] = torch.empty_like(weight, device="meta")
+    return moments
+
+
+def adamw_step_in_place(weights: Tensors, moments: Tensors, gradient: Tensors, adam: AdamParams) -> dict[str, float]:
+    """The step of :func:`adamw_step` in place on ``weights`` and ``moments`` (zeros before the first), for large ones.
+
+    Parameter by parameter, so that nothing of the size of a model is needed besides; ``gradient`` stays as it is.
+    Returns the metrics. Raises Invalid when a weight is not finite afterwards; what was changed is then of no use.
+    """
+    names = sorted(weights)
+    norm = torch.nn.utils.get_total_norm([gradient[name] for name in names if gradient], foreach=False)
+    limit = adam.grad_clip_norm if adam.grad_clip_norm > 0 else float("inf")
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+    step = moments[_STEP].cpu()
+    for name in names:
+        parameter = weights[name].detach().requires_grad_()
+        parameter.grad = gradient[name] * scale if gradient else torch.zeros_like(parameter)
+        optimizer = torch.optim.AdamW(
+            [parameter],
+            lr=adam.learning_rate,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            foreach=False,
+        )
+        state = {"step": step.clone(), "exp_avg": moments[name + _FIRST], "exp_avg_sq": moments[name + _SECOND]}
+        optimizer.state[parameter] = state
+        optimizer.step()
+    moments[_STEP] += 1
+    if not all_finite(weights.values()):
+        raise Invalid("non_finite", "the optimizer step made weights that are not finite; nothing was changed.")
+    return {"grad_norm": float(norm), "learning_rate": adam.learning_rate}

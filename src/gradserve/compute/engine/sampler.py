@@ -1,4 +1,8 @@
-"""SampleTasks -> Outcomes: a lane of continuous batching per base, taken in turn."""
+"""SampleTasks -> Outcomes: lanes of continuous batching, taken in turn.
+
+Each base has a lane for itself and all its adapters. A version of a fully trained run shares no pass with anything
+else: it has a lane of its own while it has requests, and what that lane held goes when it has none.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,20 @@ from gradserve.compute.engine.arrays import Arrays
 from gradserve.compute.engine.base import Base, Bases
 from gradserve.compute.engine.engine import failure
 from gradserve.compute.engine.lane import Lane
-from gradserve.compute.engine.lora import Adapter
+from gradserve.compute.engine.lora import Adapter, Tensors
+from gradserve.compute.engine.parameters import is_full
 from gradserve.compute.engine.prompts import PromptScores
 from gradserve.compute.engine.sequences import Request, Sequence
 from gradserve.compute.engine.stops import TextStops
 from gradserve.compute.tasks import Failed, Outcome, Progress, SampleTask
 from gradserve.wire.errors import Invalid
 from gradserve.wire.ops import Sample
+
+FULL_LANE_SHARE = 8
+"""The cache of a version of a fully trained run is bounded by this part of a base's: several may be open at a time."""
+
+_AT = "@"
+"""A lane's key is its base's name, or <name>@<digest of the parameters>; no name has this letter."""
 
 
 class Sampler:
@@ -45,11 +56,11 @@ class Sampler:
         """Queue a Task; one that cannot be run fails at the next step."""
         try:
             base = self._bases.get(task.op.base)
-            request = self._request(task, base)
-            if task.op.base not in self._lanes:
-                self._lanes[task.op.base] = Lane(base, self._kv_cache_bytes, self._pass_tokens)
-            self._lanes[task.op.base].add(request)
-            self._running[task.id] = self._lanes[task.op.base], request
+            full = self._full_parameters(task.op, base)
+            request = self._request(task, base, adapted=full is None)
+            lane = self._lane(base, task.op, full)
+            lane.add(request)
+            self._running[task.id] = lane, request
         except Exception as error:
             self._refused.append(failure(task.id, error))
 
@@ -59,26 +70,50 @@ class Sampler:
             return None
         lane, request = self._running.pop(task_id)
         lane.cancel(request)
+        self._close_idle()
         return Failed(task_id, "cancelled", "the sample was cancelled")
 
     def step(self) -> list[Outcome | Progress]:
         """One pass of the lane whose turn it is. A streamed Task's Progress comes before its outcome."""
         messages: list[Outcome | Progress] = [*self._refused]
         self._refused = []
-        for name, lane in self._lanes.items():
+        for key, lane in self._lanes.items():
             if lane.busy:
-                self._lanes[name] = self._lanes.pop(name)  # to the end of the line
+                self._lanes[key] = self._lanes.pop(key)  # to the end of the line
                 passed = lane.step()
                 messages += [sequence.progress() for sequence in passed.drawn if sequence.request.stream]
                 messages += [self._outcome(*ended) for ended in passed.ended]
                 break
+        self._close_idle()
         return messages
+
+    def _full_parameters(self, op: Sample, base: Base) -> Tensors | None:
+        """The parameters to sample with, if the weights are such and not an adapter."""
+        if op.weights is None or op.weights in self._adapters:
+            return None
+        weights = self._arrays.get(op.weights)
+        if not is_full(weights):
+            return None
+        base.parameters.check(weights)
+        return weights
+
+    def _lane(self, base: Base, op: Sample, full: Tensors | None) -> Lane:
+        key = op.base if full is None else f"{op.base}{_AT}{op.weights}"
+        if key not in self._lanes:
+            cache = self._kv_cache_bytes if full is None else self._kv_cache_bytes // FULL_LANE_SHARE
+            self._lanes[key] = Lane(base, cache, self._pass_tokens, full)
+        return self._lanes[key]
+
+    def _close_idle(self) -> None:
+        for key, lane in list(self._lanes.items()):
+            if _AT in key and not lane.busy:
+                del self._lanes[key]
 
     def _outcome(self, request: Request, error: Exception | None) -> Outcome:
         del self._running[request.task_id]
         return request.done() if error is None else failure(request.task_id, error)
 
-    def _request(self, task: SampleTask, base: Base) -> Request:
+    def _request(self, task: SampleTask, base: Base, adapted: bool) -> Request:
         op = task.op
         prompt = np.frombuffer(op.prompt, dtype="<i4")
         _check(op, prompt, base)
@@ -87,7 +122,7 @@ class Sampler:
             task_id=task.id,
             order=self._count,
             weights=op.weights,
-            adapter=None if op.weights is None else self._adapter(op.weights),
+            adapter=self._adapter(op.weights) if adapted and op.weights is not None else None,
             prompt=prompt,
             params=op.params,
             limit=max(1, min(op.params.max_tokens, base.context - len(prompt))),

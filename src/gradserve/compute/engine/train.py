@@ -79,6 +79,20 @@ def forward_backward(base: Base, jobs: list[Job], backward: bool) -> list[Comput
         return _with_gradients(losses_found, list(lps), weights, base.dtype)
 
 
+def evaluate(base: Base, job: Job) -> tuple[Tensor, ForwardBackwardResult]:
+    """The loss of one job under the base's parameters as they are, without an adapter. Raises Invalid."""
+    found = _loss(job, target_logprobs(base, [], job.packed))
+    if isinstance(found, Invalid):
+        raise found
+    return found.total, found.result
+
+
+def check_gradient(gradient: Tensors) -> None:
+    """Raises Invalid when a number in it is not finite."""
+    if not all_finite(gradient.values()):
+        raise Invalid("non_finite", "the gradient is not finite; nothing was accumulated.", fix=_CURE)
+
+
 def target_logprobs(base: Base, routing: Routing, packed: Packed) -> Tensor:
     """Log-probs of the targets, float32 [N, K]; differentiable where the adapters' tensors ask for it."""
     filled = _filled(packed)
@@ -189,8 +203,10 @@ def _scale(cotangent: Tensor, dtype: torch.dtype) -> float:
 
 
 def _checked(loss: _Loss, gradient: Tensors) -> Computed | Invalid:
-    if not all_finite(gradient.values()):
-        return Invalid("non_finite", "the gradient is not finite; nothing was accumulated.", fix=_CURE)
+    try:
+        check_gradient(gradient)
+    except Invalid as fault:
+        return fault
     return loss.result, gradient
 
 

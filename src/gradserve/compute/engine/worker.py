@@ -77,17 +77,18 @@ class _Worker:
         self._training: list[TrainingTask] = []
         self._merge_tokens = spec.merge_tokens
         self._owed_s = 0.0
+        self._started = 0.0
         bases = Bases(spec.bases, machine.device, machine.dtype, machine.kernels)
         store = ObjectStore(Path(spec.objects), Path(spec.durable_objects))
         arrays = Arrays(store, machine.device)
-        self._engine = Engine(bases, arrays)
+        self._engine = Engine(bases, arrays, self._between_passes)
         self._sampler = Sampler(bases, arrays, spec.kv_cache_bytes // max(1, len(spec.bases)), spec.pass_tokens)
 
     def serve(self) -> None:
         threading.Thread(target=self._read, name="reader", daemon=True).start()
         self._wire.send(Ready(os.getpid()))
         while True:
-            self._collect()
+            self._collect(wait=not self._training and not self._sampler.busy)
             self._advance()
 
     def _read(self) -> None:
@@ -103,13 +104,12 @@ class _Worker:
         except BaseException:
             os._exit(1)
 
-    def _collect(self) -> None:
-        """Take what has arrived; wait only when there is nothing else to do."""
-        idle = not self._training and not self._sampler.busy
+    def _collect(self, wait: bool) -> None:
+        """Take what has arrived; with ``wait`` (there is nothing else to do) at least one message."""
         try:
             while True:
-                message = self._inbox.get(block=idle)
-                idle = False
+                message = self._inbox.get(block=wait)
+                wait = False
                 match message:
                     case SampleTask():
                         self._sampler.add(message)
@@ -127,11 +127,11 @@ class _Worker:
 
     def _advance(self) -> None:
         """One training pass or one sampling pass."""
-        started = time.monotonic()
+        self._started = started = time.monotonic()
         if self._training and (self._owed_s <= 0 or not self._sampler.busy):
             for outcome in self._train(take(self._training, self._merge_tokens)):
                 self._wire.send(outcome)
-            self._owed_s = time.monotonic() - started
+            self._owed_s = time.monotonic() - self._started
         elif self._sampler.busy:
             for message in self._sampler.step():
                 self._wire.send(message)
@@ -140,3 +140,12 @@ class _Worker:
     def _train(self, tasks: list[TrainingTask]) -> list[Outcome]:
         grads = [task for task in tasks if isinstance(task, GradTask)]
         return self._engine.run_together(grads) if grads else [self._engine.run(task) for task in tasks]
+
+    def _between_passes(self) -> None:
+        """A training Task of several passes gives way after each, so that nobody's samples wait for its end."""
+        self._collect(wait=False)
+        until = 2 * time.monotonic() - self._started
+        while self._sampler.busy and time.monotonic() < until:
+            for message in self._sampler.step():
+                self._wire.send(message)
+        self._started = time.monotonic()

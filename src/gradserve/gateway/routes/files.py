@@ -1,36 +1,35 @@
-"""A checkpoint's files in PEFT form, through links that expire."""
+"""A checkpoint's files as peft or transformers read them, through links that expire."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
-import msgspec
 from starlette.responses import FileResponse, Response
 
-from gradserve.compute.checkpoints import adapter_config
+from gradserve.compute.catalog import ModelUnusable
+from gradserve.compute.checkpoints import small_files, weights_file
 from gradserve.compute.objects import ObjectCorrupt, ObjectMissing
 from gradserve.gateway.answers import utc
 from gradserve.gateway.call import Api, Call, answer_json
-from gradserve.gateway.routes.checkpoints import addressed, require
+from gradserve.gateway.routes.checkpoints import addressed
 from gradserve.gateway.signing import LINK_TTL_S, Link
 from gradserve.gateway.validate.models import unknown_checkpoint
 from gradserve.store.base import Checkpoint
 from gradserve.wire.codec import JSON
 from gradserve.wire.errors import NotFound, ServerError
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-
 
 async def external_weights_urls(call: Call) -> Response:
     """Links to the files of a checkpoint. They need no key and expire after an hour."""
     path = addressed(call)
     found = await call.store.get_checkpoint(call.tenant, path.run_id, path.kind, path.name)
-    require(found is not None, path)
+    if found is None:
+        raise unknown_checkpoint(f"tinker://{path.run_id}/{path.kind}/{path.name}", None)
     expires_at = time.time() + LINK_TTL_S
     token = call.gateway.signer.sign(Link(call.tenant, path.run_id, path.kind, path.name, expires_at))
     root = str(call.request.base_url).rstrip("/")
-    urls = {name: f"{root}/api/v1/files/{token}/{name}" for name in (CONFIG, WEIGHTS)}
+    urls = {name: f"{root}/api/v1/files/{token}/{name}" for name in (*_small(call, found), weights_file(found.lora))}
     return answer_json({"urls": urls, "expires": utc(expires_at)})
 
 
@@ -41,12 +40,19 @@ async def get_file(call: Call) -> Response:
     if checkpoint is None:
         raise unknown_checkpoint(f"tinker://{link.run_id}/{link.kind}/{link.name}", None)
     name = call.path("name")
-    if name == CONFIG:
-        config = msgspec.json.encode(adapter_config(checkpoint.base, checkpoint.lora))
-        return Response(msgspec.json.format(config, indent=2), media_type=JSON)
-    if name == WEIGHTS:
+    if name == weights_file(checkpoint.lora):
         return await _weights(call, checkpoint)
+    small = _small(call, checkpoint)
+    if name in small:
+        return Response(small[name], media_type=JSON if name.endswith(".json") else "text/plain")
     raise NotFound("file.unknown", f"There is no file {name!r} in {checkpoint.path}.")
+
+
+def _small(call: Call, checkpoint: Checkpoint) -> dict[str, bytes]:
+    try:
+        return small_files(checkpoint.base, checkpoint.lora, call.gateway.catalog)
+    except ModelUnusable as error:
+        raise NotFound("model.unknown", f"{checkpoint.path}: {error}.") from error
 
 
 async def _weights(call: Call, checkpoint: Checkpoint) -> Response:
@@ -56,7 +62,7 @@ async def _weights(call: Call, checkpoint: Checkpoint) -> Response:
         raise ServerError("checkpoint.lost", f"The weights of {checkpoint.path} are not on this machine.") from error
     except ObjectCorrupt as error:
         raise ServerError("checkpoint.corrupt", f"The stored weights of {checkpoint.path} are damaged.") from error
-    return FileResponse(path, media_type="application/octet-stream", filename=WEIGHTS)
+    return FileResponse(path, media_type="application/octet-stream", filename=weights_file(checkpoint.lora))
 
 
 ROUTES = [

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 
 import msgspec
+import psutil
 from starlette.responses import Response
 
 from gradserve.gateway.bodies import CreateModelBody, ModelBody
 from gradserve.gateway.call import Api, Call, answer_json
-from gradserve.gateway.submit import accept, future_of, known_run, live_session, make_op
+from gradserve.gateway.submit import accept, future_of, is_replay, known_run, live_session, make_op
+from gradserve.gateway.validate.full import full_parameters_fit, trains_all_parameters
 from gradserve.gateway.validate.models import known_model, lora_config, metadata, only_adamw, sequence
 from gradserve.store.base import Run
 from gradserve.wire.ops import CreateModel
@@ -29,8 +31,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     model_id: str
     model_data: ModelData
     model_name: str
-    lora_rank: int
-    is_lora: bool = True
+    lora_rank: int | None
+    is_lora: bool
     type: str = "get_info"
 
 
@@ -40,13 +42,19 @@ def run_id_of(session_id: str, model_seq: int) -> str:
 
 
 async def create_model(call: Call) -> Response:
-    """Start a run: fresh adapters on a base model."""
+    """Start a run: fresh adapters on a base model, or (an extension) all of its parameters."""
     body = await call.json(CreateModelBody)
     run_id = run_id_of(body.session_id, sequence(body.model_seq_id, "model_seq_id", 0))
     session = await live_session(call, body.session_id)
     facts = known_model(call.gateway.catalog, body.base_model)
     only_adamw(body.optimizer_config, "optimizer_config")
-    lora = lora_config(body.lora_config, call.gateway.settings.max_lora_rank, run_id)
+    if trains_all_parameters(body.gradserve, body.lora_config):
+        lora = None
+        if not await is_replay(call, run_id, 0):
+            objects = call.gateway.objects
+            full_parameters_fit(facts, psutil.virtual_memory().available, objects.free_fast_bytes())
+    else:
+        lora = lora_config(body.lora_config, call.gateway.settings.max_lora_rank, run_id)
     now = time.time()
     run = Run(
         id=run_id,
@@ -74,7 +82,7 @@ async def get_info(call: Call) -> Response:
         model_name=call.gateway.catalog.tokenizer_source(run.base) if local else run.base,
         tokenizer_id=facts.path if facts is not None and local else run.base,
     )
-    return answer_json(ModelInfo(run.id, data, run.base, run.lora.rank))
+    return answer_json(ModelInfo(run.id, data, run.base, run.lora.rank if run.lora else None, run.lora is not None))
 
 
 ROUTES = [

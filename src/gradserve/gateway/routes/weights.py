@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 from starlette.responses import Response
 
+from gradserve.compute.checkpoints import target_modules
 from gradserve.gateway.bodies import (
     LoadWeightsBody,
     PathBody,
@@ -40,7 +41,7 @@ from gradserve.gateway.validate.models import (
 )
 from gradserve.store.base import Checkpoint, Run
 from gradserve.wire.errors import Invalid, Unsupported, UserError
-from gradserve.wire.ops import LoadWeights, OpBody, SaveForSampling, SaveWeights
+from gradserve.wire.ops import LoadWeights, LoraConfig, OpBody, SaveForSampling, SaveWeights
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 
@@ -204,14 +205,24 @@ async def _loadable(call: Call, request: LoadWeightsBody) -> Checkpoint:
 
 def _check_fits(checkpoint: Checkpoint, run: Run) -> None:
     _check_base(run.base, checkpoint, "path")
-    mine = msgspec.structs.replace(run.lora, seed=0)
-    if msgspec.structs.replace(checkpoint.lora, seed=0) != mine:
+    if _shape(checkpoint.lora) != _shape(run.lora):
         raise Invalid(
             "load.mismatch",
-            f"{checkpoint.path} has other adapters than {run.id} (rank {checkpoint.lora.rank}, {run.lora.rank}).",
+            f"{checkpoint.path} has {_words(checkpoint.lora)}, {run.id} has {_words(run.lora)}.",
             field="path",
             fix="create_training_client_from_state makes a client that fits the checkpoint.",
         )
+
+
+def _shape(lora: LoraConfig | None) -> LoraConfig | None:
+    """What must agree for weights to fit; the seed only made the first ones."""
+    return None if lora is None else msgspec.structs.replace(lora, seed=0)
+
+
+def _words(lora: LoraConfig | None) -> str:
+    if lora is None:
+        return "all parameters"
+    return f"adapters of rank {lora.rank} on {', '.join(target_modules(lora))}"
 
 
 def _check_base(base: str, checkpoint: Checkpoint, field: str = "base_model") -> None:
@@ -230,11 +241,11 @@ async def weights_info(call: Call) -> Response:
     return answer_json(
         {
             "base_model": checkpoint.base,
-            "is_lora": True,
-            "lora_rank": lora.rank,
-            "train_unembed": lora.train_unembed,
-            "train_mlp": lora.train_mlp,
-            "train_attn": lora.train_attn,
+            "is_lora": lora is not None,
+            "lora_rank": lora.rank if lora else None,
+            "train_unembed": lora.train_unembed if lora else None,
+            "train_mlp": lora.train_mlp if lora else None,
+            "train_attn": lora.train_attn if lora else None,
             "optimizer_config": {"type": "adamw"},
         }
     )

@@ -92,9 +92,9 @@ def lora_config(lora: LoraBody | None, max_rank: int, run_id: str) -> LoraConfig
     if lora is None:
         raise Unsupported(
             "unsupported.full_finetuning",
-            "There is no lora_config: full fine-tuning is not served.",
+            "There is no lora_config.",
             field="lora_config",
-            fix="Send lora_config with a rank.",
+            fix='Send lora_config with a rank, or gradserve: {"parameters": "full"} to train all parameters.',
         )
     if not 1 <= lora.rank <= max_rank:
         raise Invalid(
