@@ -73,7 +73,7 @@ def test_a_large_vocabulary_with_a_flat_tail() -> None:
     assert choose(logits.expand(3, -1), u, top_k=3000).tolist() == [0, 1500, 2999]
 
 
-@pytest.mark.parametrize("vocab", [1024, 1000, 257])
+@pytest.mark.parametrize("vocab", [257, 8192, 5001])
 def test_a_plain_draw_inverts_the_whole_cdf(vocab: int) -> None:
     """Against the running sum of the softmax in float64, at points that are not within rounding of a boundary."""
     logits = 3 * torch.randn(vocab, generator=torch.Generator().manual_seed(1))
@@ -88,14 +88,14 @@ def test_a_plain_draw_inverts_the_whole_cdf(vocab: int) -> None:
 def test_greedy_is_the_first_of_the_best() -> None:
     half = torch.tensor([0.5], dtype=torch.float64)
     assert choose(torch.tensor([[0.0, 2.0, 2.0, 1.0]]), half, temperature=0.0).tolist() == [1]
-    wide = torch.zeros(1, 1000)
-    wide[0, [300, 310, 700]] = 5.0
+    wide = torch.zeros(1, 5001)
+    wide[0, [300, 310, 5000]] = 5.0
     assert choose(wide, half, temperature=0.0).tolist() == [300]
 
 
 @pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-53])
 @pytest.mark.parametrize("top_k", [-1, 3])
-@pytest.mark.parametrize("apart", [2, 600])
+@pytest.mark.parametrize("apart", [2, 1900])
 def test_never_a_token_of_probability_zero(u: float, top_k: int, apart: int) -> None:
     logits = torch.full((1, 3 * apart), -torch.inf)
     logits[0, [apart, 2 * apart]] = 1.0

@@ -16,7 +16,10 @@ _FIRST_CANDIDATES = 1024
 """How many of the best tokens top-p looks at before it looks at more; few distributions need them all."""
 
 _CHUNK = 256
-"""Tokens whose weights are summed before the whole vocabulary is: a running float64 sum of all of it is slow."""
+"""Tokens that are looked at together before single ones are, where the vocabulary is large."""
+
+_LARGE = 4096
+"""Vocabularies above this: a running float64 sum, or an argmax, over all of it costs more than going by chunks."""
 
 
 @dataclass(frozen=True)
@@ -66,22 +69,24 @@ class Chooser:
 
 
 def _best_token(logits: Tensor, _settings: Settings, _u: Tensor) -> Tensor:
-    """The first of the best. By chunks: argmax is several times slower than amax."""
+    """The first of the best."""
+    if logits.shape[1] <= _LARGE:
+        return logits.argmax(-1)
     parts = _chunks(logits, -torch.inf)
     chunk = parts.amax(-1).argmax(-1)
     return chunk * _CHUNK + _chunk_of(parts, chunk).argmax(-1)
 
 
 def _draw_plain(logits: Tensor, settings: Settings, u: Tensor) -> Tensor:
-    parts = _chunks(_shifted(logits, settings), -torch.inf).exp_()
-    mass = parts.sum(-1)
-    reached = mass.cumsum(1, dtype=torch.float64)
-    goal = _goal(reached, u)
-    chunk = _first_above(reached, goal)
-    own = chunk[:, None]
-    inside = (goal - (reached.gather(1, own) - mass.gather(1, own))) / mass.gather(1, own)
-    tokens = chunk * _CHUNK + _invert(_chunk_of(parts, chunk), inside[:, 0].clamp(0, 1))
-    return tokens.clamp(max=logits.shape[1] - 1)  # where all is nan the last chunk's filler would be drawn
+    weights = _filled(_shifted(logits, settings)).exp_()
+    return _invert(weights, u) if logits.shape[1] <= _LARGE else _invert_by_chunks(weights, u)
+
+
+def _filled(shifted: Tensor) -> Tensor:
+    """With columns of no weight up to a multiple of 16: the last elements of an array would be exponentiated by other
+    code with other last bits, and a draw must not depend on which row is the last."""
+    missing = -shifted.shape[1] % 16
+    return F.pad(shifted, (0, missing), value=-torch.inf) if missing else shifted
 
 
 def _shifted(logits: Tensor, settings: Settings) -> Tensor:
@@ -129,6 +134,19 @@ def _invert(weights: Tensor, u: Tensor) -> Tensor:
     """The first index whose cumulated weight exceeds u times the total: one of weight zero is never chosen."""
     reached = weights.cumsum(1, dtype=torch.float64)
     return _first_above(reached, _goal(reached, u))
+
+
+def _invert_by_chunks(weights: Tensor, u: Tensor) -> Tensor:
+    """The same: first the chunk that u falls into, then the token in it."""
+    parts = _chunks(weights, 0.0)
+    mass = parts.sum(-1)
+    reached = mass.cumsum(1, dtype=torch.float64)
+    goal = _goal(reached, u)
+    chunk = _first_above(reached, goal)
+    own = mass.gather(1, chunk[:, None])
+    inside = (goal - reached.gather(1, chunk[:, None]) + own) / own
+    tokens = chunk * _CHUNK + _invert(_chunk_of(parts, chunk), inside[:, 0].clamp(0, 1))
+    return tokens.clamp(max=weights.shape[1] - 1)  # where all is nan the last chunk's filler would be drawn
 
 
 def _goal(reached: Tensor, u: Tensor) -> Tensor:

@@ -140,8 +140,12 @@ class Lane:
     def _make_places(self) -> None:
         """Every row gets a place for its next token; the youngest holders go when there is none."""
         for row in sorted(self._kv.rows(), key=_age):
-            while row.pool is not None and not self._kv.make_next_place(row, force=self._holders() == [row]):
-                self._evict(self._holders()[-1])
+            while row.pool is not None and not self._kv.make_next_place(row, force=False):
+                holders = self._holders()
+                if holders == [row]:
+                    self._kv.make_next_place(row, force=True)
+                    break
+                self._evict(holders[-1])
 
     def _holders(self) -> list[Sequence | Stem]:
         """All that holds memory, oldest first."""
@@ -168,11 +172,14 @@ class Lane:
 
     def _place(self, stem: Stem) -> bool:
         """A slot for the stem's first waiting sequence, at the cost of younger holders; False: not now."""
-        while not self._kv.place(stem.waiting[0], stem, force=self._holders() == [stem]):
-            youngest = self._holders()[-1]
-            if youngest is stem:
+        while not self._kv.place(stem.waiting[0], stem, force=False):
+            holders = self._holders()
+            if holders == [stem]:
+                self._kv.place(stem.waiting[0], stem, force=True)
+                break
+            if holders[-1] is stem:
                 return False
-            self._evict(youngest)
+            self._evict(holders[-1])
         stem.waiting.pop(0)
         return True
 
