@@ -29,7 +29,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """All a worker must know to start. ``objects`` and ``durable_objects`` are the tiers of the object store.
 
     ``kv_cache_bytes`` bounds the sampler's cache, ``pass_tokens`` one sampling pass. GradTasks share a training pass
-    up to ``merge_tokens``.
+    up to ``merge_tokens``; one may take ``memory_bytes`` above the weights (None: no bound).
     """
 
     id: str
@@ -40,6 +40,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     kv_cache_bytes: int
     pass_tokens: int
     merge_tokens: int = 512
+    memory_bytes: int | None = None
 
 
 class InitTask(msgspec.Struct, frozen=True, tag="init"):
@@ -131,17 +132,21 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     metrics: dict[str, float] = {}
 
 
-FailureKind = Literal["user", "out_of_memory", "internal"]
+FailureKind = Literal["user", "too_large", "out_of_memory", "internal"]
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The Task raised. The worker is still alive. ``peak_rss_bytes`` is the worker's high-water mark so far."""
+    """The Task raised, or was refused as too large before it was computed. The worker is still alive.
+
+    ``peak_rss_bytes`` is the worker's high-water mark so far, ``index`` the row that is at fault, where one is.
+    """
 
     task_id: str
     kind: FailureKind
     message: str
     traceback: str = ""
     peak_rss_bytes: int = 0
+    index: int | None = None
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):

@@ -14,8 +14,9 @@ from gradserve.compute.engine.arrays import Arrays
 from gradserve.compute.engine.base import Bases
 from gradserve.compute.engine.lora import init_adapter
 from gradserve.compute.engine.memory import is_out_of_memory, peak_rss_bytes
+from gradserve.compute.engine.memory_plan import Dimensions, TooLarge, choose
 from gradserve.compute.engine.optim import adamw_step, fold
-from gradserve.compute.engine.train import Computed, Job, forward_backward, prepare
+from gradserve.compute.engine.train import Computed, Job, forward_backward, outline, prepare
 from gradserve.compute.tasks import (
     Digest,
     Done,
@@ -37,9 +38,11 @@ TrainingTask = InitTask | GradTask | ReduceTask | OptimTask
 class Engine:
     """Runs training-type Tasks. Nothing here raises: a failure is an Outcome."""
 
-    def __init__(self, bases: Bases, arrays: Arrays) -> None:
+    def __init__(self, bases: Bases, arrays: Arrays, memory_bytes: int | None = None) -> None:
+        """``memory_bytes`` is what one pass may take above the weights; None: no bound."""
         self._bases = bases
         self._arrays = arrays
+        self._memory_bytes = memory_bytes
 
     def run(self, task: TrainingTask) -> Outcome:
         """The Task's outcome, with the wall time it took."""
@@ -67,7 +70,9 @@ class Engine:
 
     def _pass(self, tasks: list[GradTask], jobs: list[Job], started: int) -> dict[str, Outcome]:
         try:
-            computed = forward_backward(self._bases.get(tasks[0].base), jobs, tasks[0].backward)
+            base, backward = self._bases.get(tasks[0].base), tasks[0].backward
+            plan = choose(Dimensions.of(base.config), outline(jobs, backward), self._memory_bytes)
+            computed = forward_backward(base, jobs, backward, plan)
         except Exception as error:
             if len(tasks) == 1:
                 return {tasks[0].id: failure(tasks[0].id, error)}
@@ -145,12 +150,15 @@ def failure(task_id: str, error: BaseException) -> Failed:
     """An exception as an outcome; only an internal one carries its traceback."""
     kind = _kind(error)
     trace = "".join(traceback.format_exception(error)) if kind == "internal" else ""
-    return Failed(task_id, kind, _message(error), trace, peak_rss_bytes())
+    index = error.index if isinstance(error, TooLarge) else None
+    return Failed(task_id, kind, _message(error), trace, peak_rss_bytes(), index)
 
 
 def _kind(error: BaseException) -> FailureKind:
     if is_out_of_memory(error):
         return "out_of_memory"
+    if isinstance(error, TooLarge):
+        return "too_large"
     return "user" if isinstance(error, UserError | ModelUnusable) else "internal"
 
 
@@ -158,4 +166,4 @@ def _message(error: BaseException) -> str:
     if isinstance(error, UserError):
         problem = error.problem()
         return problem.detail if problem.index is None else f"row {problem.index}: {problem.detail}"
-    return str(error) if isinstance(error, ModelUnusable) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, ModelUnusable | TooLarge) else f"{type(error).__name__}: {error}"

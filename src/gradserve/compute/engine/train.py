@@ -15,18 +15,12 @@ from gradserve.compute.engine.attention import PackedLayout
 from gradserve.compute.engine.base import Base
 from gradserve.compute.engine.finite import all_finite
 from gradserve.compute.engine.lora import Adapter, Route, Routing, Tensors, route
+from gradserve.compute.engine.memory_plan import LOGITS_AT_ONCE, PLANS, Pass, Plan
 from gradserve.compute.engine.packing import Packed, join, pack
 from gradserve.wire.data import Array, Row
 from gradserve.wire.errors import Invalid
 from gradserve.wire.losses import LOSSES
 from gradserve.wire.results import ForwardBackwardResult
-
-HEAD_POSITIONS = 1024
-"""Positions whose logits [positions, V] exist at one time; more are computed in chunks, and again in the backward."""
-
-RECOMPUTE_TOKENS = 1024
-"""Above so many packed tokens a backward pass recomputes each layer instead of keeping its activations."""
-
 
 @dataclass(frozen=True)
 class Job:
@@ -50,8 +44,10 @@ def prepare(base: Base, weights: Tensors, rows: list[Row], loss: str, config: di
     return job
 
 
-def forward_backward(base: Base, jobs: list[Job], backward: bool) -> list[Computed | Invalid]:
+def forward_backward(base: Base, jobs: list[Job], backward: bool, plan: Plan = PLANS[0]) -> list[Computed | Invalid]:
     """One pass over the rows of all jobs; each job gets what it would get alone, in the order given.
+
+    ``plan`` says what is computed twice to save memory.
 
     A job whose loss or gradient is not finite gets an Invalid and leaves the others as they are: no operation of a
     pass mixes rows of two sequences, and a broken loss takes no part in the backward pass.
@@ -66,16 +62,29 @@ def forward_backward(base: Base, jobs: list[Job], backward: bool) -> list[Comput
     with (
         torch.set_grad_enabled(backward),
         base.routed(routing),
-        base.recomputing(backward and packed.count > RECOMPUTE_TOKENS),
+        base.recomputing(backward and plan.recompute),
     ):
-        lps = torch.split(target_logprobs(base, routing, packed), [job.packed.count for job in jobs])
+        lps = torch.split(target_logprobs(base, routing, packed, plan.head_positions), [job.packed.count for job in jobs])
         losses_found = [_loss(job, lp) for job, lp in zip(jobs, lps, strict=True)]
         if not backward:
             return [found if isinstance(found, Invalid) else (found.result, None) for found in losses_found]
         return _with_gradients(losses_found, weights)
 
 
-def target_logprobs(base: Base, routing: Routing, packed: Packed) -> Tensor:
+def outline(jobs: list[Job], backward: bool) -> Pass:
+    """What the memory model must know of a pass over these jobs."""
+    factors = [(name, tensor) for job in jobs for name, tensor in job.weights.items()]
+    return Pass(
+        lengths=tuple(length for job in jobs for length in job.packed.lengths),
+        targets=max(job.packed.targets.shape[1] for job in jobs),
+        rank=max((min(tensor.shape, default=0) for _, tensor in factors), default=0),
+        adapter_values=sum(tensor.numel() for _, tensor in factors),
+        head_values=sum(tensor.numel() for name, tensor in factors if ".lm_head." in name),
+        backward=backward,
+    )
+
+
+def target_logprobs(base: Base, routing: Routing, packed: Packed, head_positions: int | None) -> Tensor:
     """Log-probs of the targets, float32 [N, K]; differentiable where the adapters' tensors ask for it."""
     filled = _filled(packed)
     hidden = base.hidden(filled.tokens, filled.positions, PackedLayout(filled.lengths))
@@ -85,10 +94,10 @@ def target_logprobs(base: Base, routing: Routing, packed: Packed) -> Tensor:
             lp: Tensor = _TargetLogprobs.apply(base.logits(part), targets)  # type: ignore[no-untyped-call]
             return lp
 
-    if packed.count <= HEAD_POSITIONS:
+    if head_positions is None or packed.count <= head_positions:
         return head(0, hidden, filled.targets)[: packed.count]
-    starts = range(0, packed.count, HEAD_POSITIONS)
-    pieces = zip(starts, torch.split(hidden, HEAD_POSITIONS), torch.split(packed.targets, HEAD_POSITIONS), strict=True)
+    starts = range(0, packed.count, head_positions)
+    pieces = zip(starts, torch.split(hidden, head_positions), torch.split(packed.targets, head_positions), strict=True)
     if not torch.is_grad_enabled():
         return torch.cat([head(*piece) for piece in pieces])
     return torch.cat([checkpoint(head, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces])
@@ -116,7 +125,7 @@ class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, logits: Tensor, targets: Tensor) -> Tensor:
         """logits [M, V], targets [M, K] -> [M, K]"""
-        rows = max(1, _BLOCK // logits.shape[1])
+        rows = max(1, LOGITS_AT_ONCE // logits.shape[1])
         for block in torch.split(logits, rows):
             block.copy_(torch.log_softmax(block, -1))
         ctx.save_for_backward(logits, targets)
@@ -128,10 +137,6 @@ class _TargetLogprobs(torch.autograd.Function):
         out, targets = ctx.saved_tensors  # type: ignore[attr-defined]
         out.exp_().mul_(-grad.sum(1, keepdim=True)).scatter_add_(1, targets, grad)
         return out, None
-
-
-_BLOCK = 1 << 16
-"""Logits taken together by _TargetLogprobs: 256 KiB."""
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class _Worker:
         bases = Bases(spec.bases, device)
         store = ObjectStore(Path(spec.objects), Path(spec.durable_objects))
         arrays = Arrays(store, device)
-        self._engine = Engine(bases, arrays)
+        self._engine = Engine(bases, arrays, spec.memory_bytes)
         self._sampler = Sampler(bases, arrays, spec.kv_cache_bytes // max(1, len(spec.bases)), spec.pass_tokens)
 
     def serve(self) -> None:
