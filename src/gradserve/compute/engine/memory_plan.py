@@ -134,18 +134,17 @@ def peak_bytes(model: Dimensions, work: Pass, plan: Plan) -> int:
     block = min(LOGITS_AT_ONCE, tokens * model.vocab)
     logits = head_positions * model.vocab
     if not work.backward:
-        stream = tokens * (3 * model.hidden + 2 * model.head_size)
-        layer = stream + tokens * max(2 * model.intermediate, 4 * model.query + 2 * model.key)
-        head = tokens * (2 * model.hidden + 2 * model.head_size) + logits + block
-        return FLOAT * max(layer, head)
-    kept_layer = _layer_values(model, work.rank)
-    kept = tokens * (model.layers * (model.hidden if plan.recompute else kept_layer))
-    kept += tokens * (2 * model.hidden + 2 * model.head_size + 3 * work.targets)
+        layer = tokens * (5 * model.hidden + 2 * model.head_size + max(2 * model.intermediate, 4 * model.query))
+        return FLOAT * max(layer, tokens * model.hidden + logits + block)
+    layer = tokens * _layer_values(model, work.rank)
+    kept = tokens * (2 * model.hidden + 2 * model.head_size + 3 * work.targets)
+    kept += model.layers * (tokens * model.hidden if plan.recompute else layer)
+    moment = tokens * 3 * model.intermediate
     at_head = kept + logits + max(block, head_positions * model.hidden + work.head_values)
-    again = tokens * kept_layer if plan.recompute else 0
-    in_layer = kept + again + tokens * (3 * model.intermediate) + work.head_values
-    at_end = 2 * work.adapter_values  # the gradients and the bytes of the file that they become
-    return FLOAT * max(at_head, in_layer, at_end)
+    in_last_layer = kept + (layer if plan.recompute else 0) + moment + work.head_values
+    in_first_layer = layer + moment + work.adapter_values
+    written = 2 * work.adapter_values  # the gradients and the bytes of the file that they become
+    return FLOAT * max(at_head, in_last_layer, in_first_layer, written)
 
 
 def _layer_values(model: Dimensions, rank: int) -> int:
