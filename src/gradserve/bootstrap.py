@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING
 
+from gradserve.compute.available import available_memory
 from gradserve.compute.local import LocalExecutor, warm_up
 from gradserve.compute.tasks import WorkerSpec
 from gradserve.settings import Settings
@@ -139,9 +140,25 @@ def _worker_specs(settings: Settings, catalog: Catalog) -> list[WorkerSpec]:
             dtype=settings.dtype,
             numerics=settings.numerics,
             merge_tokens=settings.merge_tokens,
+            memory_bytes=settings.worker_memory_bytes or _room_per_worker(settings, catalog),
         )
         for number in range(settings.workers)
     ]
+
+
+_USABLE = 0.8
+"""Of the memory that is free at the start: the rest is for the client, the page cache and what was not counted."""
+
+
+def _room_per_worker(settings: Settings, catalog: Catalog) -> int:
+    """Bytes that a training pass of each worker may take: what is free, less every worker's models and KV cache."""
+    models = sum(file.stat().st_size for facts in catalog.all() for file in Path(facts.path).glob("*.safetensors"))
+    free = _USABLE * available_memory() / settings.workers - models - settings.kv_cache_bytes
+    return max(int(free), _LEAST_ROOM)
+
+
+_LEAST_ROOM = 256 << 20
+"""On a machine that is full already a bound of nothing would refuse every request."""
 
 
 def _check_exposure(settings: Settings) -> None:

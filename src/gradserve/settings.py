@@ -85,6 +85,9 @@ class Settings(BaseSettings):
     task_tokens: int = Field(1024, ge=1, description="token budget of one training Task")
     merge_tokens: int = Field(512, ge=1, description="training Tasks share a pass up to so many tokens")
     pass_tokens: int = Field(1024, ge=1, description="token budget of one sampling pass")
+    worker_memory_bytes: int | None = Field(
+        None, ge=1, description="what a training pass may take above the weights; default: a share of what is free"
+    )
     kv_cache_bytes: int = Field(2 << 30, ge=1 << 20)
     task_attempts: int = Field(3, ge=1, description="worker deaths an Op survives")
     worker_silence_s: float = Field(60.0, gt=0, description="no pong for so long: killed")

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from gradserve.compute.engine import train
+from gradserve.compute.engine import engine
+from gradserve.compute.engine.memory_plan import Plan
 from gradserve.compute.tasks import GradTask, InitTask, ReduceTask
 from gradserve.wire.ops import LoraConfig
 from tests.numerics.lab import Lab, ids, logprobs_of, plain_rows, row, rows_of
@@ -40,11 +41,11 @@ def test_many_tasks_and_their_reduction_are_one_task(lab: Lab) -> None:
     assert whole.usage.train_tokens == sum(part.usage.train_tokens for part in parts) == 105
 
 
-@pytest.mark.parametrize(("constant", "value"), [("HEAD_POSITIONS", 16), ("RECOMPUTE_TOKENS", 0)])
-def test_saving_memory_changes_nothing(lab: Lab, monkeypatch: pytest.MonkeyPatch, constant: str, value: int) -> None:
+@pytest.mark.parametrize("plan", [Plan(False, 16), Plan(True, None), Plan(True, 16)])
+def test_saving_memory_changes_nothing(lab: Lab, monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
     weights, rows = lab.adapter("qwen2-window"), plain_rows()
     direct = lab.grad("qwen2-window", weights, rows)
-    monkeypatch.setattr(train, constant, value)
+    monkeypatch.setattr(engine, "choose", lambda *_: plan)
     saving = lab.grad("qwen2-window", weights, rows)
     close(lab.gradient(saving), lab.gradient(direct))
     for got, want in zip(logprobs_of(rows_of(saving)), logprobs_of(rows_of(direct)), strict=True):

@@ -287,7 +287,7 @@ def test_between_two_passes_the_base_is_itself_and_the_pause_is_free(lab: Lab) -
         seen.append(all_tokens(lab.sample([op])))
         time.sleep(1.0)
 
-    shared = Engine(lab.bases, lab.arrays, between).run(task)
+    shared = Engine(lab.bases, lab.arrays, between=between).run(task)
     assert isinstance(shared, Done)
     assert seen == [wanted, wanted]
     assert shared.objects["gradient"] == alone

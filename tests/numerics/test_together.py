@@ -8,7 +8,9 @@ import torch
 
 from gradserve.compute.engine import engine as engine_module
 from gradserve.compute.engine import train
+from gradserve.compute.engine.base import Base
 from gradserve.compute.engine.engine import divide
+from gradserve.compute.engine.memory_plan import Plan
 from gradserve.compute.tasks import Done, Failed, GradTask, Outcome
 from gradserve.wire.data import Row
 from tests.numerics.lab import Lab, ids, plain_rows, row, rows_of
@@ -125,11 +127,11 @@ def test_a_pass_that_fails_is_run_task_by_task(lab: Lab, monkeypatch: pytest.Mon
     alone = [lab.run(task) for task in together]
     passes: list[int] = []
 
-    def cramped(base: object, jobs: list[train.Job], backward: bool) -> object:
+    def cramped(base: Base, jobs: list[train.Job], backward: bool, plan: Plan) -> object:
         passes.append(len(jobs))
         if len(jobs) > 1:
             torch.empty(1 << 60, dtype=torch.uint8)
-        return train.forward_backward(base, jobs, backward)  # type: ignore[arg-type]
+        return train.forward_backward(base, jobs, backward, plan)
 
     monkeypatch.setattr(engine_module, "forward_backward", cramped)
     outcomes = lab.engine.run_together(together)

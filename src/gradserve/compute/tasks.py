@@ -30,8 +30,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """All a worker must know to start. ``objects`` and ``durable_objects`` are the tiers of the object store.
 
     ``kv_cache_bytes`` bounds the sampler's cache, ``pass_tokens`` one sampling pass. GradTasks share a training pass
-    up to ``merge_tokens``. ``device`` and ``dtype`` may be "auto"; see engine/machine.py. ``numerics`` is explained in
-    engine/kernels.py.
+    up to ``merge_tokens``; one may take ``memory_bytes`` above the weights (None: no bound). ``device`` and ``dtype``
+    may be "auto"; see engine/machine.py. ``numerics`` is explained in engine/kernels.py.
     """
 
     id: str
@@ -45,6 +45,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     numerics: Literal["fast", "batch_invariant"] = "fast"
     merge_tokens: int = 512
+    memory_bytes: int | None = None
 
 
 class InitTask(msgspec.Struct, frozen=True, tag="init"):
@@ -150,19 +151,24 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     metrics: dict[str, float] = {}
 
 
-FailureKind = Literal["user", "out_of_memory", "corrupt", "mismatch", "cancelled", "internal"]
-"""What went wrong: the caller's request; memory; an object whose bytes are not what its name says; an object that was
+FailureKind = Literal["user", "too_large", "out_of_memory", "corrupt", "mismatch", "cancelled", "internal"]
+"""What went wrong: the caller's request; what it would take is more than there
+is; memory ran out; an object whose bytes are not what its name says; an object that was
 computed from other weights than the Task's; nothing, it was told to stop; anything else."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The Task raised. The worker is still alive. ``peak_rss_bytes`` is the worker's high-water mark so far."""
+    """The Task raised, or was refused as too large before it was computed. The worker is still alive.
+
+    ``peak_rss_bytes`` is the worker's high-water mark so far, ``index`` the row that is at fault, where one is.
+    """
 
     task_id: str
     kind: FailureKind
     message: str
     traceback: str = ""
     peak_rss_bytes: int = 0
+    index: int | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -66,6 +66,14 @@ def problem_of(failed: Failed) -> Problem:
     match failed.kind:
         case "user":
             error = UserError("compute.refused", failed.message)
+        case "too_large":
+            error = UserError(
+                "compute.too_large",
+                failed.message,
+                field="data",
+                index=failed.index,
+                fix="Send shorter rows or fewer targets, or give the server a larger worker_memory_bytes.",
+            )
         case "out_of_memory":
             peak = failed.peak_rss_bytes / 2**20
             error = ServerError(

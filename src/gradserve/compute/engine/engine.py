@@ -18,10 +18,11 @@ from gradserve.compute.engine.base import Bases
 from gradserve.compute.engine.drafts import Draft
 from gradserve.compute.engine.lora import Tensors, init_adapter
 from gradserve.compute.engine.memory import is_out_of_memory, peak_rss_bytes
+from gradserve.compute.engine.memory_plan import Dimensions, TooLarge, choose
 from gradserve.compute.engine.optim import adamw_step, adamw_step_in_place, fold, moments_like
 from gradserve.compute.engine.origin import Origin, WrongOrigin, common, require
 from gradserve.compute.engine.parameters import is_full
-from gradserve.compute.engine.train import Computed, Job, forward_backward, prepare
+from gradserve.compute.engine.train import Computed, Job, forward_backward, outline, prepare
 from gradserve.compute.objects import ObjectCorrupt
 from gradserve.compute.tasks import (
     Digest,
@@ -44,12 +45,20 @@ TrainingTask = InitTask | GradTask | ReduceTask | OptimTask
 class Engine:
     """Runs training-type Tasks. Nothing here raises: a failure is an Outcome.
 
-    ``between`` is called between two passes of one Task; what it takes is not on the Task's account.
+    ``memory_bytes`` is what one pass may take above the weights; None: no bound. ``between`` is called between two
+    passes of one Task; what it takes is not on the Task's account.
     """
 
-    def __init__(self, bases: Bases, arrays: Arrays, between: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        bases: Bases,
+        arrays: Arrays,
+        memory_bytes: int | None = None,
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
         self._bases = bases
         self._arrays = arrays
+        self._memory_bytes = memory_bytes
         self._between = between
 
     def run(self, task: TrainingTask) -> Outcome:
@@ -82,7 +91,9 @@ class Engine:
 
     def _pass(self, tasks: list[GradTask], jobs: list[Job], started: int) -> dict[str, Outcome]:
         try:
-            computed = forward_backward(self._bases.get(tasks[0].base), jobs, tasks[0].backward)
+            base, backward = self._bases.get(tasks[0].base), tasks[0].backward
+            plan = choose(Dimensions.of(base.config), outline(jobs, backward), self._memory_bytes)
+            computed = forward_backward(base, jobs, backward, plan)
         except Exception as error:
             if len(tasks) == 1:
                 return {tasks[0].id: failure(tasks[0].id, error)}
@@ -231,7 +242,8 @@ def failure(task_id: str, error: BaseException) -> Failed:
     """An exception as an outcome; one that is not the caller's carries its traceback."""
     kind = _kind(error)
     trace = "".join(traceback.format_exception(error)) if kind in ("internal", "corrupt", "mismatch") else ""
-    return Failed(task_id, kind, _message(error), trace, peak_rss_bytes())
+    index = error.index if isinstance(error, TooLarge) else None
+    return Failed(task_id, kind, _message(error), trace, peak_rss_bytes(), index)
 
 
 def _kind(error: BaseException) -> FailureKind:
@@ -241,6 +253,8 @@ def _kind(error: BaseException) -> FailureKind:
         return "corrupt"
     if isinstance(error, WrongOrigin):
         return "mismatch"
+    if isinstance(error, TooLarge):
+        return "too_large"
     return "user" if isinstance(error, UserError | ModelUnusable) else "internal"
 
 
@@ -250,4 +264,6 @@ def _message(error: BaseException) -> str:
         return problem.detail if problem.index is None else f"row {problem.index}: {problem.detail}"
     if isinstance(error, ObjectCorrupt):
         return f"object {error.digest} is damaged"  # where it lies is for the log: it is in the traceback
-    return str(error) if isinstance(error, ModelUnusable | WrongOrigin) else f"{type(error).__name__}: {error}"
+    return (
+        str(error) if isinstance(error, ModelUnusable | TooLarge | WrongOrigin) else f"{type(error).__name__}: {error}"
+    )

@@ -13,9 +13,13 @@ import torch
 from gradserve.compute.combine import joined
 from gradserve.compute.engine.base import Base
 from gradserve.compute.engine.lora import Tensors
-from gradserve.compute.engine.train import RECOMPUTE_TOKENS, check_gradient, evaluate, prepare
+from gradserve.compute.engine.memory_plan import PLANS, Plan
+from gradserve.compute.engine.train import check_gradient, evaluate, prepare
 from gradserve.compute.tasks import GradTask
 from gradserve.wire.results import ForwardBackwardResult
+
+RECOMPUTE_TOKENS = 1024
+"""Above so many tokens layers and head are computed twice: the memory model knows adapters' passes only."""
 
 Between = Callable[[], None]
 """Called between two passes of a Task, when the base is itself again: others may use it then."""
@@ -28,7 +32,8 @@ def forward(base: Base, weights: Tensors, task: GradTask, between: Between) -> F
         if results:
             between()
         with torch.no_grad(), base.parameters.replaced(weights):
-            results.append(evaluate(base, prepare(base, weights, rows, task.loss, task.config))[1])
+            job = prepare(base, weights, rows, task.loss, task.config)
+            results.append(evaluate(base, job, _plan(job.packed.count))[1])
     return joined(results)
 
 
@@ -48,9 +53,14 @@ def forward_backward(
         if results:
             between()
         job = prepare(base, leaves, rows, task.loss, task.config)
-        with base.parameters.replaced(leaves), base.recomputing(job.packed.count > RECOMPUTE_TOKENS):
-            total, result = evaluate(base, job)
+        plan = _plan(job.packed.count)
+        with base.parameters.replaced(leaves), base.recomputing(plan.recompute):
+            total, result = evaluate(base, job, plan)
             torch.autograd.backward(total)
         results.append(result)
     check_gradient(gradient)
     return joined(results)
+
+
+def _plan(tokens: int) -> Plan:
+    return PLANS[-1] if tokens > RECOMPUTE_TOKENS else PLANS[0]

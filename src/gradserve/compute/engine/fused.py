@@ -94,13 +94,13 @@ class _SiluTimes(torch.autograd.Function):
 def fuse(model: nn.Module) -> None:
     """Let the norms and the gated products of ``model`` (changed in place) be computed by the functions above.
 
-    Where a weight is itself trained, or the type is not float32, the model's own code runs.
+    Where a norm's weight is itself trained, or the type is not float32, the model's own code runs.
     """
     for module in model.modules():
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
             _fuse_norm(module)
-        elif kind.endswith("MLP") and isinstance(module.act_fn, nn.SiLU):
+        elif kind.endswith("MLP") and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation"):
             _fuse_mlp(module)
 
 
@@ -117,12 +117,12 @@ def _fuse_norm(norm: Any) -> None:
 
 
 def _fuse_mlp(mlp: Any) -> None:
-    original = mlp.forward
-
     def forward(x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return original(x)  # type: ignore[no-any-return]
-        product: Tensor = _SiluTimes.apply(mlp.gate_proj(x), mlp.up_proj(x))  # type: ignore[no-untyped-call]
+        gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+        if torch.is_grad_enabled():
+            product: Tensor = _SiluTimes.apply(gate, up)  # type: ignore[no-untyped-call]
+        else:
+            product = F.silu(gate, inplace=True).mul_(up)
         out: Tensor = mlp.down_proj(product)
         return out
 

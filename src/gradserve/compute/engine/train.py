@@ -19,17 +19,12 @@ from gradserve.compute.engine.finite import all_finite
 from gradserve.compute.engine.kernels import Kernels
 from gradserve.compute.engine.logprobs import log_softmax_
 from gradserve.compute.engine.lora import Adapter, Route, Routing, Tensors, route
+from gradserve.compute.engine.memory_plan import PLANS, Pass, Plan
 from gradserve.compute.engine.packing import Packed, join, pack
 from gradserve.wire.data import Array, Row
 from gradserve.wire.errors import Invalid
 from gradserve.wire.losses import LOSSES
 from gradserve.wire.results import ForwardBackwardResult
-
-HEAD_POSITIONS = 1024
-"""Positions whose logits [positions, V] exist at one time; more are computed in chunks, and again in the backward."""
-
-RECOMPUTE_TOKENS = 1024
-"""Above so many packed tokens a backward pass recomputes each layer instead of keeping its activations."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +49,10 @@ def prepare(base: Base, weights: Tensors, rows: list[Row], loss: str, config: di
     return job
 
 
-def forward_backward(base: Base, jobs: list[Job], backward: bool) -> list[Computed | Invalid]:
+def forward_backward(base: Base, jobs: list[Job], backward: bool, plan: Plan = PLANS[0]) -> list[Computed | Invalid]:
     """One pass over the rows of all jobs; each job gets what it would get alone, in the order given.
+
+    ``plan`` says what is computed twice to save memory.
 
     A job whose loss or gradient is not finite gets an Invalid and leaves the others as they are: no operation of a
     pass mixes rows of two sequences, and a broken loss takes no part in the backward pass.
@@ -70,18 +67,20 @@ def forward_backward(base: Base, jobs: list[Job], backward: bool) -> list[Comput
     with (
         torch.set_grad_enabled(backward),
         base.routed(routing),
-        base.recomputing(backward and packed.count > RECOMPUTE_TOKENS),
+        base.recomputing(backward and plan.recompute),
     ):
-        lps = torch.split(target_logprobs(base, routing, packed), [job.packed.count for job in jobs])
+        lps = torch.split(
+            target_logprobs(base, routing, packed, plan.head_positions), [job.packed.count for job in jobs]
+        )
         losses_found = [_loss(job, lp) for job, lp in zip(jobs, lps, strict=True)]
         if not backward:
             return [found if isinstance(found, Invalid) else (found.result, None) for found in losses_found]
         return _with_gradients(losses_found, list(lps), weights, base.dtype)
 
 
-def evaluate(base: Base, job: Job) -> tuple[Tensor, ForwardBackwardResult]:
+def evaluate(base: Base, job: Job, plan: Plan) -> tuple[Tensor, ForwardBackwardResult]:
     """The loss of one job under the base's parameters as they are, without an adapter. Raises Invalid."""
-    found = _loss(job, target_logprobs(base, [], job.packed))
+    found = _loss(job, target_logprobs(base, [], job.packed, plan.head_positions))
     if isinstance(found, Invalid):
         raise found
     return found.total, found.result
@@ -93,7 +92,20 @@ def check_gradient(gradient: Tensors) -> None:
         raise Invalid("non_finite", "the gradient is not finite; nothing was accumulated.", fix=_CURE)
 
 
-def target_logprobs(base: Base, routing: Routing, packed: Packed) -> Tensor:
+def outline(jobs: list[Job], backward: bool) -> Pass:
+    """What the memory model must know of a pass over these jobs."""
+    factors = [(name, tensor) for job in jobs for name, tensor in job.weights.items()]
+    return Pass(
+        lengths=tuple(length for job in jobs for length in job.packed.lengths),
+        targets=max(job.packed.targets.shape[1] for job in jobs),
+        rank=max((min(tensor.shape, default=0) for _, tensor in factors), default=0),
+        adapter_values=sum(tensor.numel() for _, tensor in factors),
+        head_values=sum(tensor.numel() for name, tensor in factors if ".lm_head." in name),
+        backward=backward,
+    )
+
+
+def target_logprobs(base: Base, routing: Routing, packed: Packed, head_positions: int | None) -> Tensor:
     """Log-probs of the targets, float32 [N, K]; differentiable where the adapters' tensors ask for it."""
     filled = _filled(packed)
     hidden = base.hidden(filled.tokens, filled.positions, PackedLayout(filled.lengths, base.kernels))
@@ -103,10 +115,10 @@ def target_logprobs(base: Base, routing: Routing, packed: Packed) -> Tensor:
             lp: Tensor = _TargetLogprobs.apply(base.logits(part), targets, base.kernels)  # type: ignore[no-untyped-call]
             return lp
 
-    if packed.count <= HEAD_POSITIONS:
+    if head_positions is None or packed.count <= head_positions:
         return head(0, hidden, filled.targets)[: packed.count]
-    starts = range(0, packed.count, HEAD_POSITIONS)
-    pieces = zip(starts, torch.split(hidden, HEAD_POSITIONS), torch.split(packed.targets, HEAD_POSITIONS), strict=True)
+    starts = range(0, packed.count, head_positions)
+    pieces = zip(starts, torch.split(hidden, head_positions), torch.split(packed.targets, head_positions), strict=True)
     if not torch.is_grad_enabled():
         return torch.cat([head(*piece) for piece in pieces])
     return torch.cat([checkpoint(head, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces])

@@ -81,7 +81,7 @@ class _Worker:
         bases = Bases(spec.bases, machine.device, machine.dtype, machine.kernels)
         store = ObjectStore(Path(spec.objects), Path(spec.durable_objects))
         arrays = Arrays(store, machine.device)
-        self._engine = Engine(bases, arrays, self._between_passes)
+        self._engine = Engine(bases, arrays, spec.memory_bytes, self._between_passes)
         self._sampler = Sampler(bases, arrays, spec.kv_cache_bytes // max(1, len(spec.bases)), spec.pass_tokens)
 
     def serve(self) -> None:
