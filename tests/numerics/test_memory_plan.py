@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from gradserve.compute.available import available_memory
 from gradserve.compute.engine import memory_plan
 from gradserve.compute.engine.base import Base
-from gradserve.compute.engine.kernels import FAST
 from gradserve.compute.engine.engine import Engine
+from gradserve.compute.engine.kernels import FAST
 from gradserve.compute.engine.lora import init_adapter
 from gradserve.compute.engine.memory_plan import PLANS, Dimensions, Pass, Plan, TooLarge, choose, peak_bytes
 from gradserve.compute.engine.train import forward_backward, outline, prepare
