@@ -10,6 +10,7 @@ import os
 from decimal import Decimal
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_settings import (
@@ -81,6 +82,7 @@ class Settings(BaseSettings):
     task_tokens: int = Field(1024, ge=1, description="token budget of one training Task")
     pass_tokens: int = Field(1024, ge=1, description="token budget of one sampling pass")
     kv_cache_bytes: int = Field(2 << 30, ge=1 << 20)
+    sampler: Literal["builtin", "vllm"] = Field("builtin", description="vllm: see docs/decisions/0007-vllm-backend.md")
     task_attempts: int = Field(3, ge=1, description="worker deaths an Op survives")
     worker_silence_s: float = Field(60.0, gt=0, description="no pong for so long: killed")
 

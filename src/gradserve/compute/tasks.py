@@ -28,7 +28,8 @@ class BaseSpec(msgspec.Struct, frozen=True):
 class WorkerSpec(msgspec.Struct, frozen=True):
     """All a worker must know to start. ``objects`` and ``durable_objects`` are the tiers of the object store.
 
-    ``kv_cache_bytes`` bounds the sampler's cache, ``pass_tokens`` one pass.
+    ``kv_cache_bytes`` bounds the sampler's cache, ``pass_tokens`` one pass. ``max_lora_rank`` is the largest rank that
+    the vllm sampler must hold; the built-in one has no bound.
     """
 
     id: str
@@ -38,6 +39,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     durable_objects: str
     kv_cache_bytes: int
     pass_tokens: int
+    sampler: Literal["builtin", "vllm"] = "builtin"
+    max_lora_rank: int = 256
 
 
 class InitTask(msgspec.Struct, frozen=True, tag="init"):

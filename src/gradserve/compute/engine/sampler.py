@@ -44,7 +44,9 @@ class Sampler:
         """Queue a Task; one that cannot be run fails at the next step."""
         try:
             base = self._bases.get(task.op.base)
-            request = self._request(task, base)
+            self._count += 1
+            adapter = None if task.op.weights is None else self._adapter(task.op.weights)
+            request = request_of(task, base, self._count, adapter)
             if task.op.base not in self._lanes:
                 self._lanes[task.op.base] = Lane(base, self._kv_cache_bytes, self._pass_tokens)
             self._lanes[task.op.base].add(request)
@@ -62,33 +64,34 @@ class Sampler:
                 break
         return outcomes
 
-    def _request(self, task: SampleTask, base: Base) -> Request:
-        op = task.op
-        prompt = np.frombuffer(op.prompt, dtype="<i4")
-        _check(op, prompt, base)
-        self._count += 1
-        request = Request(
-            task_id=task.id,
-            order=self._count,
-            adapter=None if op.weights is None else self._adapter(op.weights),
-            prompt=prompt,
-            params=op.params,
-            limit=max(1, min(op.params.max_tokens, base.context - len(prompt))),
-            topk=min(op.topk_sample_logprobs, base.vocab),
-            scores=PromptScores(op, prompt, base.vocab) if PromptScores.wanted(op) else None,
-        )
-        strings = tuple(string for string in op.params.stop_strings if string)
-        for index in range(op.num_samples):
-            text = TextStops(base.tokenizer, strings) if strings else None
-            request.sequences.append(Sequence(request, index, text))
-        return request
-
     def _adapter(self, digest: str) -> Adapter:
         """One object per digest while it is in use: the rows of a pass are routed by identity."""
         adapter = self._adapters.get(digest)
         if adapter is None:
             adapter = self._adapters[digest] = Adapter.of(self._arrays.get(digest))
         return adapter
+
+
+def request_of(task: SampleTask, base: Base, order: int, adapter: Adapter | None) -> Request:
+    """The ``order``-th request of a worker, with its sequences. Raises Invalid for one that can't be run."""
+    op = task.op
+    prompt = np.frombuffer(op.prompt, dtype="<i4")
+    _check(op, prompt, base)
+    request = Request(
+        task_id=task.id,
+        order=order,
+        adapter=adapter,
+        prompt=prompt,
+        params=op.params,
+        limit=max(1, min(op.params.max_tokens, base.context - len(prompt))),
+        topk=min(op.topk_sample_logprobs, base.vocab),
+        scores=PromptScores(op, prompt, base.vocab) if PromptScores.wanted(op) else None,
+    )
+    strings = tuple(string for string in op.params.stop_strings if string)
+    for index in range(op.num_samples):
+        text = TextStops(base.tokenizer, strings) if strings else None
+        request.sequences.append(Sequence(request, index, text))
+    return request
 
 
 def _check(op: Sample, prompt: np.ndarray[tuple[int], np.dtype[np.int32]], base: Base) -> None:
