@@ -127,7 +127,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     metrics: dict[str, float] = {}
 
 
-FailureKind = Literal["user", "out_of_memory", "internal"]
+FailureKind = Literal["user", "out_of_memory", "internal", "cancelled"]
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

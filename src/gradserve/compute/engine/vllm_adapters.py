@@ -80,7 +80,7 @@ class Adapters:
 
     def weights(self, name: str) -> Tensors:
         """The tensors of the adapter of that name. Raises ObjectMissing."""
-        return _nothing(self._base) if name == BASE else self._arrays.get(name)
+        return no_change(self._base) if name == BASE else self._arrays.get(name)
 
     def _load(self, name: str) -> Loaded:
         weights = self.weights(name)
@@ -128,8 +128,8 @@ def write_folder(folder: Path, weights: Tensors, rank: int) -> None:
     )
 
 
-def _nothing(base: Base) -> Tensors:
-    """A pair of zeros."""
+def no_change(base: Base) -> Tensors:
+    """An adapter that changes nothing: one pair of zeros."""
     name, linear = next(iter(base.targets.items()))
     a, b = tensor_names(name)
     return {a: torch.zeros(1, linear.in_features), b: torch.zeros(linear.out_features, 1)}

@@ -71,7 +71,7 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Progress:
+class Drawn:
     """What a pass gave a job. ``cached`` tokens of its prompt were not computed; ``ended``: nothing more will come."""
 
     key: str
@@ -99,7 +99,7 @@ class SamplingEngine(Protocol):
         """End jobs now."""
         ...
 
-    def step(self) -> Iterator[Progress]:
+    def step(self) -> Iterator[Drawn]:
         """One pass."""
         ...
 
@@ -120,7 +120,7 @@ class VllmEngine:
     ) -> None:
         """Takes ten seconds and more. Raises ModelUnusable when vLLM isn't installed or can't run the model."""
         self._vllm = _import()
-        arguments = self._vllm.EngineArgs(
+        arguments = self._arguments(
             model=path,
             skip_tokenizer_init=True,
             generation_config="vllm",  # else the model's own defaults would join the request's settings
@@ -144,6 +144,9 @@ class VllmEngine:
         except (ValueError, RuntimeError, NotImplementedError) as error:
             raise ModelUnusable(f"vLLM can't run this model as configured: {error}") from error
 
+    def _arguments(self, **given: Any) -> Any:
+        return self._vllm.EngineArgs(**given)
+
     def load(self, adapter: PeftFolder) -> None:
         """See SamplingEngine."""
         try:
@@ -165,12 +168,12 @@ class VllmEngine:
         """See SamplingEngine."""
         self._engine.abort_request(keys)
 
-    def step(self) -> Iterator[Progress]:
+    def step(self) -> Iterator[Drawn]:
         """See SamplingEngine."""
         for output in self._engine.step():
             (drawn,) = output.outputs
             tokens = [_token(id, position) for id, position in zip(drawn.token_ids, drawn.logprobs, strict=True)]
-            yield Progress(output.request_id, tokens, output.num_cached_tokens or 0, output.finished)
+            yield Drawn(output.request_id, tokens, output.num_cached_tokens or 0, output.finished)
 
     def _lora_request(self, adapter: PeftFolder) -> Any:
         from vllm.lora.request import LoRARequest

@@ -31,8 +31,8 @@ from gradserve.compute.engine.sampler import request_of
 from gradserve.compute.engine.sequences import Request, Sequence
 from gradserve.compute.engine.train import HEAD_POSITIONS
 from gradserve.compute.engine.vllm_adapters import Adapters, Loaded
-from gradserve.compute.engine.vllm_engine import Job, Progress, SamplingEngine, Token
-from gradserve.compute.tasks import Done, Outcome, SampleTask
+from gradserve.compute.engine.vllm_engine import Drawn, Job, SamplingEngine, Token
+from gradserve.compute.tasks import Done, Failed, Outcome, SampleTask
 from gradserve.wire.errors import Invalid, Unsupported
 from gradserve.wire.ops import SamplingParams
 
@@ -117,6 +117,15 @@ class VllmSampler:
         except Exception as error:
             self._fail(held, error)
 
+    def cancel(self, task_id: str) -> Outcome | None:
+        """Drop a Task and free what it holds; its outcome, or None if it is not (or no longer) here."""
+        waiting = [held for probe in self._probes.values() for held in probe.waiting]
+        for held in [*waiting, *(held for held, _ in self._running.values())]:
+            if held.request.task_id == task_id:
+                self._drop(held)
+                return Failed(task_id, "cancelled", "the sample was cancelled")
+        return None
+
     def step(self) -> list[Outcome]:
         """One pass of vLLM."""
         if self._probes or self._running:
@@ -174,19 +183,19 @@ class VllmSampler:
 
     def _pass(self) -> None:
         started = time.perf_counter_ns()
-        progress = list(self._engine.step())
-        self._charge(progress, (time.perf_counter_ns() - started) / 1000)
-        for part in progress:
+        drawn = list(self._engine.step())
+        self._charge(drawn, (time.perf_counter_ns() - started) / 1000)
+        for part in drawn:
             if part.key in self._probes:
                 self._advance_probe(part)
             elif part.key in self._running:  # else its request has failed in this pass
                 self._advance(part)
 
-    def _charge(self, progress: list[Progress], elapsed_us: float) -> None:
+    def _charge(self, drawn: list[Drawn], elapsed_us: float) -> None:
         """Divide a pass by tokens. Passes that only prefill name nobody; the next one that does carries them."""
         self._uncharged_us += elapsed_us
         shares: list[tuple[Request | None, int]] = []
-        for part in progress:
+        for part in drawn:
             if part.key in self._running:
                 held, sequence = self._running[part.key]
                 prefilled = 0 if sequence.tokens else len(held.request.prompt) - part.cached
@@ -201,7 +210,7 @@ class VllmSampler:
                 request.compute_us += self._uncharged_us * count / total
         self._uncharged_us = 0.0
 
-    def _advance(self, part: Progress) -> None:
+    def _advance(self, part: Drawn) -> None:
         held, sequence = self._running[part.key]
         if not sequence.tokens and sequence.index == 0:
             held.cached = part.cached
@@ -219,7 +228,7 @@ class VllmSampler:
             self._adapters.release(held.loaded)
             self._ended.append(_done(held))
 
-    def _advance_probe(self, part: Progress) -> None:
+    def _advance_probe(self, part: Drawn) -> None:
         probe = self._probes[part.key]
         probe.tokens += part.tokens
         if not part.ended:
@@ -259,12 +268,18 @@ class VllmSampler:
     # Ends ------------------------------------------------------------------------------------------------------
 
     def _fail(self, held: _Held, error: Exception) -> None:
+        self._drop(held)
+        self._ended.append(failure(held.request.task_id, error))
+
+    def _drop(self, held: _Held) -> None:
+        for probe in self._probes.values():
+            if held in probe.waiting:
+                probe.waiting.remove(held)
         keys = [key for key, (other, _) in self._running.items() if other is held]
         for key in keys:
             del self._running[key]
         self._engine.abort(keys)
         self._adapters.release(held.loaded)
-        self._ended.append(failure(held.request.task_id, error))
 
     def _abandon(self, error: Exception) -> None:
         """vLLM raised: what it holds is unknown, so all that was with it fails and the next Task starts another."""
@@ -286,7 +301,7 @@ def _best(vocab: int) -> int:
     return min(fingerprint.BEST, vocab)
 
 
-def _take(sequence: Sequence, part: Progress) -> None:
+def _take(sequence: Sequence, part: Drawn) -> None:
     topk = sequence.request.topk
     for token in part.tokens:
         if not math.isfinite(token.logprob):
@@ -319,6 +334,8 @@ def _done(held: _Held) -> Done:
 def _score_prompt(base: Base, request: Request) -> None:
     assert request.scores is not None
     length = len(request.prompt)
+    if length == 1:
+        return  # the first token has no score
     tokens = torch.from_numpy(request.prompt.astype("int64")).to(base.device)
     with base.routed(route([(request.adapter, length)], base.device)):
         hidden = base.hidden(tokens, torch.arange(length, device=base.device), PackedLayout([length]))
