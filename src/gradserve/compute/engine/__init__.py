@@ -5,6 +5,7 @@
     train      packed rows -> log-probs, loss (losses) and gradient;  optim: AdamW
     sampler    SampleTasks -> Outcomes: a lane of continuous batching per base
     lane       one pass: places (kv), attention (decode), drawing (choose, rng), ends (stops), prompts' scores (prompts)
+    vllm_sampler  the same through vLLM (vllm_engine), its adapters (vllm_adapters) checked by measurement (fingerprint)
     base       a frozen model, its attention (attention) and the adapters laid over it (lora)
     arrays     objects as tensors;  memory: how much is used, what means "too much"
     convert    GGUF -> a Hugging Face directory
