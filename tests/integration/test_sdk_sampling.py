@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import numpy as np
 import pytest
 import tinker
@@ -162,6 +163,25 @@ def test_a_prompt_of_one_token_and_one_that_fills_the_context(sampler: tinker.Sa
     assert (len(full.tokens), full.stop_reason) == (1, "length")
     unlimited = sampler.sample(prompt([30] * 500), 1, types.SamplingParams(seed=1, stop=[])).result().sequences[0]
     assert (len(unlimited.tokens), unlimited.stop_reason) == (12, "length")
+
+
+def test_the_second_turn_finds_the_first_and_the_bill_agrees(run: tinker.TrainingClient, url: str) -> None:
+    """26 + 30 tokens, the last of which has no keys and values yet: 48 in full blocks of 16."""
+    other = client(url).create_lora_training_client(base_model="tiny", rank=8, seed=7).result()
+    sampling = other.save_weights_and_get_sampling_client().result()
+    opening = sequences(1, seed=21, shortest=26, longest=26)[0]
+    first = sampling.sample(prompt(opening), 1, params(max_tokens=30, stop=[])).result()
+    assert first.prompt_cache_hit_tokens == 0
+    turn = [*opening, *first.sequences[0].tokens, 40, 41, 42]
+    second = sampling.sample(prompt(turn), 1, params(max_tokens=4, stop=[])).result()
+    assert second.prompt_cache_hit_tokens == 48
+
+    answer = httpx.get(f"{url}/api/v1/gradserve/runs/{other.model_id}?lines=100", headers={"X-API-Key": "tml-test"})
+    bill = [line for line in answer.json()["lines"] if line["kind"] == "sample"]
+    assert [(line["prefill_tokens"], line["cached_tokens"], line["sample_tokens"]) for line in bill] == [
+        (26, 0, 30),
+        (11, 48, 4),
+    ]
 
 
 def test_every_sample_has_a_sequence_id_of_its_own(sampler: tinker.SamplingClient) -> None:

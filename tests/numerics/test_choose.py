@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradserve.compute.engine.choose import Settings, choose
-from gradserve.compute.engine.rng import uniform
+from gradserve.compute.engine.choose import Chooser, Settings
+from gradserve.compute.engine.rng import streams, uniform
 
 DRAWS = 20_000
 CHI_SQUARE_LIMIT = 37.7
@@ -17,19 +17,15 @@ CHI_SQUARE_LIMIT = 37.7
 VOCAB = 16
 
 
-def settings(u: Tensor, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0) -> Settings:
+def choose(logits: Tensor, u: Tensor, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0) -> Tensor:
+    """Rows of one kind."""
     count = len(u)
-    return Settings(
-        torch.full((count,), temperature),
-        torch.full((count,), top_k),
-        torch.full((count,), top_p, dtype=torch.float64),
-        u,
-    )
+    return Chooser(Settings.of([temperature] * count, [top_k] * count, [top_p] * count, u.device)).choose(logits, u)
 
 
 def draw(logits: Tensor, count: int = DRAWS, **how: float) -> Tensor:
-    u = torch.from_numpy(uniform([7] * count, list(range(count)), [0] * count))
-    return choose(logits.expand(count, -1), settings(u, **how)).tokens  # type: ignore[arg-type]
+    u = torch.from_numpy(uniform(streams([7] * count, range(count)), [0] * count))
+    return choose(logits.expand(count, -1), u, **how)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -73,50 +69,61 @@ def test_a_large_vocabulary_with_a_flat_tail() -> None:
     """top_p that needs more candidates than are looked at first."""
     logits = torch.zeros(5000)
     u = torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)
-    assert choose(logits.expand(3, -1), settings(u, top_p=0.79995)).tokens.tolist() == [0, 2000, 3999]
-    assert choose(logits.expand(3, -1), settings(u, top_k=3000)).tokens.tolist() == [0, 1500, 2999]
+    assert choose(logits.expand(3, -1), u, top_p=0.79995).tolist() == [0, 2000, 3999]
+    assert choose(logits.expand(3, -1), u, top_k=3000).tolist() == [0, 1500, 2999]
+
+
+@pytest.mark.parametrize("vocab", [1024, 1000, 257])
+def test_a_plain_draw_inverts_the_whole_cdf(vocab: int) -> None:
+    """Against the running sum of the softmax in float64, at points that are not within rounding of a boundary."""
+    logits = 3 * torch.randn(vocab, generator=torch.Generator().manual_seed(1))
+    reached = logits.double().softmax(0).cumsum(0)
+    u = torch.linspace(0.0005, 0.9995, 997, dtype=torch.float64)
+    clear = (u[:, None] - reached).abs().amin(1) > 1e-6
+    assert clear.sum() > 900
+    expected = torch.searchsorted(reached, u, right=True)
+    assert torch.equal(choose(logits.expand(len(u), -1), u)[clear], expected[clear])
 
 
 def test_greedy_is_the_first_of_the_best() -> None:
-    logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]])
-    assert choose(logits, settings(torch.tensor([0.9], dtype=torch.float64), temperature=0.0)).tokens.tolist() == [1]
+    half = torch.tensor([0.5], dtype=torch.float64)
+    assert choose(torch.tensor([[0.0, 2.0, 2.0, 1.0]]), half, temperature=0.0).tolist() == [1]
+    wide = torch.zeros(1, 1000)
+    wide[0, [300, 310, 700]] = 5.0
+    assert choose(wide, half, temperature=0.0).tolist() == [300]
 
 
 @pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-53])
 @pytest.mark.parametrize("top_k", [-1, 3])
-def test_never_a_token_of_probability_zero(u: float, top_k: int) -> None:
-    logits = torch.tensor([[-torch.inf, 1.0, -torch.inf, 1.0, -torch.inf]])
-    how = settings(torch.tensor([u], dtype=torch.float64), top_k=top_k)
-    assert choose(logits, how).tokens.item() in (1, 3)
+@pytest.mark.parametrize("apart", [2, 600])
+def test_never_a_token_of_probability_zero(u: float, top_k: int, apart: int) -> None:
+    logits = torch.full((1, 3 * apart), -torch.inf)
+    logits[0, [apart, 2 * apart]] = 1.0
+    assert choose(logits, torch.tensor([u], dtype=torch.float64), top_k=top_k).item() in (apart, 2 * apart)
 
 
 def test_a_tiny_temperature_is_greedy(logits: Tensor) -> None:
     assert set(draw(logits, count=50, temperature=1e-30).tolist()) == {int(logits.argmax())}
 
 
-def test_log_probs_are_untempered_and_unfiltered(logits: Tensor) -> None:
-    u = torch.tensor([0.1, 0.9], dtype=torch.float64)
-    chosen = choose(logits.expand(2, -1), settings(u, temperature=0.3, top_k=2))
-    torch.testing.assert_close(chosen.logprobs, logits.log_softmax(0)[chosen.tokens])
-
-
 def test_rows_of_all_kinds_in_one_batch_are_as_alone(logits: Tensor) -> None:
-    kinds = [(0.0, -1, 1.0), (1.0, -1, 1.0), (0.7, 3, 1.0), (1.3, -1, 0.6), (0.0, 2, 0.5)]
-    temperature, top_k, top_p = (torch.tensor(column) for column in zip(*kinds, strict=True))
+    kinds = [(0.0, -1, 1.0), (1.0, -1, 1.0), (0.7, 3, 1.0), (1.3, -1, 0.6), (0.0, 2, 0.5), (0.8, -1, 1.0)]
+    temperature, top_k, top_p = (list(column) for column in zip(*kinds, strict=True))
     u = torch.linspace(0.05, 0.95, len(kinds), dtype=torch.float64)
-    together = choose(logits.expand(len(kinds), -1), Settings(temperature, top_k, top_p.double(), u)).tokens
+    chooser = Chooser(Settings.of(temperature, top_k, top_p, u.device))
+    together = chooser.choose(logits.expand(len(kinds), -1), u)
     for index, (t, k, p) in enumerate(kinds):
-        alone = choose(logits[None], settings(u[index : index + 1], temperature=t, top_k=k, top_p=p))
-        assert alone.tokens.item() == together[index].item()
+        alone = choose(logits[None], u[index : index + 1], temperature=t, top_k=k, top_p=p)
+        assert alone.item() == together[index].item()
 
 
 def test_streams() -> None:
-    together = uniform([1, 1, 1, 2, -1, 2**70 + 1], [0, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0])
+    together = uniform(streams([1, 1, 1, 2, -1, 2**70 + 1], [0, 0, 1, 0, 0, 0]), [0, 1, 0, 0, 0, 0])
     assert len(set(together[:5])) == 5
-    assert together[5] == uniform([2**70 % 2**64 + 1], [0], [0])[0]
-    assert together[1] == uniform([1], [0], [1])[0]
+    assert together[5] == uniform(streams([2**70 % 2**64 + 1], [0]), [0])[0]
+    assert together[1] == uniform(streams([1], [0]), [1])[0]
     assert ((together >= 0) & (together < 1)).all()
-    many = uniform([9] * 100_000, list(range(100_000)), [3] * 100_000)
+    many = uniform(streams([9] * 100_000, range(100_000)), [3] * 100_000)
     assert np.histogram(many, bins=10)[0] == pytest.approx(10_000, rel=0.05)
     assert abs(np.corrcoef(many[:-1], many[1:])[0, 1]) < 0.02
 

@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from gradserve.compute.catalog import FAMILIES
+from gradserve.compute.engine.base import Base
 from gradserve.compute.engine.lane import Lane
-from gradserve.compute.tasks import Failed, SampleTask
+from gradserve.compute.engine.sequences import Sequence, Stem
+from gradserve.compute.engine.train import _TargetLogprobs
+from gradserve.compute.tasks import Done, Failed, SampleTask
 from gradserve.wire.ops import Sample
 from tests.numerics import reference
-from tests.numerics.lab import Lab, all_tokens, ask, ids, logprobs, row, tokens
+from tests.numerics.lab import Lab, all_tokens, ask, floats, ids, integers, logprobs, row, sample_of, tokens
 
 SAMPLER_TRAINER_ATOL = 1e-5
 """|log-prob of the sampler - log-prob of the trainer| on the tiny models, float32. Seen: up to 6e-6, by CPU."""
@@ -92,9 +95,9 @@ def evictions(monkeypatch: pytest.MonkeyPatch) -> list[Lane]:
     seen: list[Lane] = []
     evict = Lane._evict
 
-    def noted(lane: Lane) -> None:
+    def noted(lane: Lane, holder: Sequence | Stem) -> None:
         seen.append(lane)
-        evict(lane)
+        evict(lane, holder)
 
     monkeypatch.setattr(Lane, "_evict", noted)
     return seen
@@ -115,6 +118,73 @@ def test_windows_under_preemption_and_pieces(lab: Lab, evictions: list[Lane]) ->
     ops = [ask("mistral-window", ids(index, 5 + 20 * index), seed=index, n=2, max_tokens=40) for index in range(4)]
     assert_same(lab, ops, kv_bytes=300 * TOKEN_BYTES, pass_tokens=24)
     assert evictions
+
+
+def test_very_different_lengths_in_very_little_memory(lab: Lab, evictions: list[Lane]) -> None:
+    """Everything ends and is as alone; the bound is exceeded only by a request that holds all there is."""
+    lengths = (200, 3, 90, 17, 150, 1, 60, 240, 33, 5, 120, 8)
+    adapters = [None, lab.adapter("llama", seed=1), lab.adapter("llama", seed=2)]
+    ops = [
+        ask("llama", ids(i % 5, length), adapters[i % 3], n=1 + i % 4, seed=i, max_tokens=(30, 4, 70)[i % 3])
+        for i, length in enumerate(lengths)
+    ]
+    limit = 420
+    sampler = lab.another_sampler(kv_bytes=limit * TOKEN_BYTES, pass_tokens=40)
+    for index, op in enumerate(ops):
+        sampler.add(SampleTask(str(index), op))
+    done = {}
+    while sampler.busy:
+        done.update({outcome.task_id: outcome for outcome in sampler.step()})
+        lane = sampler._lanes["llama"]
+        assert lane._kv.used_tokens <= limit or len({holder.request for holder in lane._holders()}) == 1
+    assert evictions
+    for index, op in enumerate(ops):
+        (alone,), outcome = lab.sample([op], lab.another_sampler()), done[str(index)]
+        assert isinstance(outcome, Done)
+        assert outcome.usage.prefill_tokens + outcome.usage.cached_tokens == lengths[index]
+        assert all_tokens([alone]) == all_tokens([sample_of(outcome)])
+
+
+def test_a_long_prompt_does_not_stall_a_short_one(lab: Lab) -> None:
+    """Of a pass of 32 tokens the long one gets half: 15 passes, in which the short one comes and goes."""
+    sampler = lab.another_sampler(pass_tokens=32)
+    sampler.add(SampleTask("long", ask("llama", ids(0, 240), max_tokens=1)))
+    sampler.add(SampleTask("short", ask("llama", ids(1, 16), max_tokens=5)))
+    ended = [[outcome.task_id for outcome in sampler.step()] for _ in range(5)]
+    assert ended == [[], [], [], [], ["short"]]
+    passes = 5
+    while sampler.busy:
+        sampler.step()
+        passes += 1
+    assert passes == 5 + (240 - (16 + 4 * 31) + 31) // 32  # alone it takes what nobody else needs
+
+
+def test_the_log_prob_of_a_draw_is_the_trainers_arithmetic(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From equal logits to the bit, for drawn tokens, the best K of their positions and the prompt's own."""
+    seen: list[torch.Tensor] = []
+    logits_of = Base.logits
+
+    def noted(base: Base, hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(logits_of(base, hidden))
+        return seen[-1]
+
+    monkeypatch.setattr(Base, "logits", noted)
+    prompt = ids(0, 9)
+    (result,) = lab.sample([ask("llama", prompt, temperature=0.7, max_tokens=20, topk_sample=3, prompt_logprobs=True)])
+    (sequence,) = result.sequences
+
+    def trained(logits: torch.Tensor, targets: list[int]) -> list[float]:
+        found: torch.Tensor = _TargetLogprobs.apply(logits, torch.tensor(targets)[:, None])  # type: ignore[no-untyped-call]
+        return found[:, 0].tolist()
+
+    scored, *steps = seen
+    assert result.prompt_logprobs is not None
+    assert np.frombuffer(result.prompt_logprobs, "<f4")[1:].tolist() == trained(scored, prompt[1:].tolist())
+    drawn = [trained(step, [token])[0] for step, token in zip(steps, tokens(sequence), strict=True)]
+    assert logprobs(sequence).tolist() == drawn
+    assert sequence.topk is not None
+    best = zip(steps, integers(sequence.topk.token_ids), strict=True)
+    assert floats(sequence.topk.logprobs).tolist() == [trained(step.expand(3, -1), row.tolist()) for step, row in best]
 
 
 def test_a_request_may_have_more_samples_than_rows_fit_in_a_pass(lab: Lab) -> None:

@@ -19,7 +19,7 @@ from gradserve.compute.engine import vllm_adapters
 from gradserve.compute.engine.vllm_adapters import no_change
 from gradserve.compute.engine.vllm_engine import Drawn, PeftFolder, VllmEngine, padded_rank
 from gradserve.compute.engine.vllm_sampler import VllmSampler
-from gradserve.compute.tasks import Done, Failed, Outcome, SampleTask
+from gradserve.compute.tasks import Done, Failed, Outcome, Progress, SampleTask
 from gradserve.wire.ops import Sample
 from tests.numerics.lab import Lab, all_tokens, ask, floats, ids, logprobs, row, sample_of, tokens
 from tests.numerics.peft_engine import PeftEngine
@@ -60,6 +60,7 @@ class Setup:
         found: dict[str, Outcome] = {}
         while self.sampler.busy:
             for outcome in self.sampler.step():
+                assert isinstance(outcome, Done | Failed)
                 assert outcome.task_id not in found
                 found[outcome.task_id] = outcome
         return [found[str(index)] for index in range(count)]
@@ -322,8 +323,21 @@ def test_cancel(setup: Setup) -> None:
     left = []
     while setup.sampler.busy:
         left += setup.sampler.step()
-    assert [outcome.task_id for outcome in left] == ["2"]
-    assert isinstance(left[0], Done)
+    assert [(type(outcome), outcome.task_id) for outcome in left] == [(Done, "2")]
+
+
+def test_a_stream_gives_every_token_before_the_outcome(setup: Setup) -> None:
+    setup.sampler.add(SampleTask("s", ask("llama", ids(0, 3), n=2, max_tokens=5), stream=True))
+    messages: list[Outcome | Progress] = []
+    while setup.sampler.busy:
+        messages += setup.sampler.step()
+    *parts, done = messages
+    assert isinstance(done, Done)
+    for index, sequence in enumerate(sample_of(done).sequences):
+        mine = [part for part in parts if isinstance(part, Progress) and part.index == index]
+        assert len(mine) == 5
+        assert b"".join(part.tokens for part in mine) == sequence.tokens
+        assert b"".join(part.logprobs for part in mine) == sequence.logprobs
 
 
 def test_without_vllm_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

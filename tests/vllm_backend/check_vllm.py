@@ -52,6 +52,7 @@ class Real:
         found: dict[str, Done | Failed] = {}
         while self.sampler.busy:
             for outcome in self.sampler.step():
+                assert isinstance(outcome, Done | Failed)
                 found[outcome.task_id] = outcome
         return [found[str(index)] for index in range(len(ops))]
 

@@ -84,10 +84,14 @@ class OptimTask(msgspec.Struct, frozen=True, tag="optim"):
 
 
 class SampleTask(msgspec.Struct, frozen=True, tag="sample"):
-    """All samples of one request; batched in the worker with whatever else is running there."""
+    """All samples of one request; batched in the worker with whatever else is running there.
+
+    With ``stream`` the tokens are also sent as they come (Progress).
+    """
 
     id: str
     op: Sample
+    stream: bool = False
 
 
 Task = InitTask | GradTask | ReduceTask | OptimTask | SampleTask
@@ -127,6 +131,15 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     metrics: dict[str, float] = {}
 
 
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """New ``tokens`` (int32) and ``logprobs`` (float32) of sample ``index`` of a streamed Task, before its Done."""
+
+    task_id: str
+    index: int
+    tokens: bytes
+    logprobs: bytes
+
+
 FailureKind = Literal["user", "out_of_memory", "internal", "cancelled"]
 
 
@@ -157,5 +170,5 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 ToWorker = Task | Ping
-FromWorker = Done | Failed | Pong | Ready
+FromWorker = Done | Failed | Progress | Pong | Ready
 Outcome = Done | Failed

@@ -1,48 +1,34 @@
-"""The attention of a sampling pass: rows that decode one token each, then pieces of stems.
+"""The attention of a sampling pass: rows that decode one token each, and pieces of stems.
 
-Letters as in kv: a pool's layer is [2, S, Hkv, T, D], a stem's [2, Hkv, P, D]; N tokens of the pass, n rows of a pool.
+Letters as in kv: a pool's layer is [2, S, Hkv, T, D], a stem's [2, Hkv, P, D]; N tokens of the pass, n rows of a pool,
+G queries of a key head.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradserve.compute.engine.arrange import Arrangement, Piece
 from gradserve.compute.engine.attention import attend_causal
 from gradserve.compute.engine.kv import Pool
-from gradserve.compute.engine.sequences import Stem
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The next ``count`` tokens of a stem."""
-
-    stem: Stem
-    count: int
 
 
 class SamplingLayout:
-    """One pass over ``pools`` (every row decodes the token at position ``cached``) and ``pieces``, in this order."""
+    """One pass over ``pools``, whose rows decode the token at position ``cached``, and pieces, as ``arranged``."""
 
-    def __init__(self, pools: list[Pool], pieces: list[Piece], device: torch.device) -> None:
-        self._decoding = [_PoolView(pool, device) for pool in pools]
-        self._pieces = pieces
+    def __init__(self, pools: list[Pool], arranged: Arrangement, device: torch.device) -> None:
+        self._views = [_PoolView(pool, slots, device) for pool, slots in zip(pools, arranged.slots, strict=True)]
+        self._pieces = [(piece, slice(at, at + piece.count)) for piece, at in arranged.pieces]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """See attention.Layout. Writes the new keys and values where they belong."""
         out = q.new_empty(q.shape[1], q.shape[0], q.shape[2])
-        at = 0
-        for view in self._decoding:
-            end = at + view.count
-            out[at:end] = view.attend(layer, q[:, at:end], k[:, at:end], v[:, at:end], scale, window)
-            at = end
-        for piece in self._pieces:
-            end = at + piece.count
-            out[at:end] = _attend_piece(piece, layer, q[:, at:end], k[:, at:end], v[:, at:end], scale, window)
-            at = end
+        for view in self._views:
+            view.attend(layer, q, k, v, scale, window, out)
+        for piece, own in self._pieces:
+            out[own] = _attend_piece(piece, layer, q[:, own], k[:, own], v[:, own], scale, window)
         return out
 
 
@@ -61,34 +47,41 @@ def _attend_piece(
 
 
 class _PoolView:
-    """One pool during one pass: masks and indices are the same in all layers."""
+    """One pool during one pass: masks and indices are the same in all layers.
 
-    def __init__(self, pool: Pool, device: torch.device) -> None:
-        self.count = len(pool.rows)
+    ``slots`` are the tokens of the pass by slot.
+    """
+
+    def __init__(self, pool: Pool, slots: list[int], device: torch.device) -> None:
+        self._count = len(pool.rows)
         self._pool = pool
+        self._tokens = _select(slots, device)
         positions = [row.cached for row in pool.rows]
         self._first, self._last = min(positions), max(positions)
         self._at = torch.tensor(positions, device=device)
-        self._rows = torch.arange(self.count, device=device)
+        self._places = _places(pool, self._at)
         self._masks: dict[int | None, Tensor | None] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        """q [H, n, D], k and v [Hkv, n, D] -> [n, H, D]; the G queries of a key head are its query positions."""
-        heads, n, size = q.shape
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, out: Tensor
+    ) -> None:
+        """Attention of this pool's rows, from q [H, N, D], k and v [Hkv, N, D] into ``out`` [N, H, D]."""
+        q, k, v = (_take(tensor.transpose(0, 1), self._tokens) for tensor in (q, k, v))
         keys, values = self._pool.data[layer]
-        keys[self._rows, :, self._at] = k.transpose(0, 1)
-        values[self._rows, :, self._at] = v.transpose(0, 1)
+        size = q.shape[-1]
+        keys.view(-1, size).index_copy_(0, self._places, k.reshape(-1, size))
+        values.view(-1, size).index_copy_(0, self._places, v.reshape(-1, size))
         if window not in self._masks:
             self._masks[window] = self._mask(window)
         low, high = self._seen(window)
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1).reshape(n, k.shape[0], -1, size),
+        n = self._count
+        out[self._tokens] = F.scaled_dot_product_attention(
+            q.reshape(n, k.shape[1], -1, size),
             keys[:n, :, low:high],
             values[:n, :, low:high],
             attn_mask=self._masks[window],
             scale=scale,
-        )
-        return out.reshape(n, heads, size)
+        ).reshape(q.shape)
 
     def _seen(self, window: int | None) -> tuple[int, int]:
         """The positions that at least one row can see."""
@@ -104,3 +97,21 @@ class _PoolView:
         if window is not None:
             mask &= seen > at - window
         return mask[:, None, None]
+
+
+def _select(slots: list[int], device: torch.device) -> slice | Tensor:
+    """A slice where the tokens lie in slot order: that needs no copies."""
+    if slots == list(range(slots[0], slots[0] + len(slots))):
+        return slice(slots[0], slots[0] + len(slots))
+    return torch.tensor(slots, device=device)
+
+
+def _take(tensor: Tensor, tokens: slice | Tensor) -> Tensor:
+    return tensor[tokens] if isinstance(tokens, slice) else tensor.index_select(0, tokens)
+
+
+def _places(pool: Pool, at: Tensor) -> Tensor:
+    """Where the row in each slot writes position ``at`` [n]: int64 [n * Hkv] into a pool's [S * Hkv * T]."""
+    heads = pool.data[0].shape[2]
+    lines = torch.arange(len(pool.rows) * heads, device=at.device).view(-1, heads)
+    return (lines * pool.length + at[:, None]).view(-1)

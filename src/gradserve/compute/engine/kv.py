@@ -2,19 +2,23 @@
 
 Sequences lie in *pools* by length class T (64, 128, 256, ... tokens): a pool is one array per layer, its rows are
 always slots 0 .. n-1, so that a decode step reads plain views. A sequence that outgrows its class is copied to
-the next one; the holes that sequences leave are filled with the last row. Memory is bounded by ``limit_bytes``.
+the next one; the holes that sequences leave are filled with the last row. What is computed is also kept as a prefix
+for later requests (prefix.py). Memory is bounded by ``limit_bytes``, prefixes included: they go when sequences need
+the room.
 
-Shape of a pool's layer: [2 (key, value), S, Hkv, T, D]; of a stem's: [2, Hkv, P, D]. Invariant: what lies beyond
+Shape of a pool's layer: [2 (key, value), S, Hkv, T, D]; of a stem: [L, 2, Hkv, P, D]. Invariant: what lies beyond
 a row's own tokens is zero, because masked positions still meet the softmax's zeros: 0 * nan would be nan.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradserve.compute.engine.prefix import BLOCK, PrefixCache
 from gradserve.compute.engine.sequences import Sequence, Stem
 
 _SMALLEST = 64
@@ -45,6 +49,7 @@ class KvCache:
         self._device = device
         self._limit_tokens: int = limit_bytes // (self._layers * 2 * self._heads * self._head * 4)
         self._stem_tokens = 0
+        self._prefixes = PrefixCache()
         self._pools: dict[int, Pool] = {}
 
     def pools(self) -> list[Pool]:
@@ -56,25 +61,52 @@ class KvCache:
         return [row for pool in self.pools() for row in pool.rows]
 
     @property
-    def used_tokens(self) -> int:
-        """Token places allocated."""
+    def live_tokens(self) -> int:
+        """Token places allocated to stems and sequences."""
         return self._stem_tokens + sum(pool.capacity * pool.length for pool in self._pools.values())
+
+    @property
+    def used_tokens(self) -> int:
+        """Token places allocated to anything, prefixes included."""
+        return self.live_tokens + self._prefixes.tokens
+
+    def cached_blocks(self, names: Many[bytes]) -> int:
+        """How many blocks from the start of this chain would be found."""
+        return self._prefixes.match(names)
 
     def has_room_for(self, stem: Stem) -> bool:
         """Whether the stem and a first sequence from it would fit."""
+        self._prefixes.touch(stem.readable)
         return self._make_room(len(stem.ids) + self._class_of(len(stem.ids) + 1))
 
     def open(self, stem: Stem) -> None:
-        """Give the stem its arrays, whatever the bound."""
-        shape = (2, self._heads, len(stem.ids), self._head)
-        stem.kv = [torch.zeros(shape, device=self._device) for _ in range(self._layers)]
+        """Give the stem its arrays, whatever the bound, and in them what is known of its beginning."""
+        self._prefixes.touch(stem.readable)
+        self._make_room(len(stem.ids))
+        stem.kv = torch.zeros((self._layers, 2, self._heads, len(stem.ids), self._head), device=self._device)
         self._stem_tokens += len(stem.ids)
+        found = stem.readable[: self._prefixes.match(stem.readable)]
+        self._prefixes.read(found, stem.kv)
+        stem.done = BLOCK * len(found)
 
     def close(self, stem: Stem) -> None:
         """Take the arrays back; what was computed is forgotten."""
         if stem.kv is not None:
             self._stem_tokens -= len(stem.ids)
         stem.kv, stem.done = None, 0
+
+    def remember(self, names: Many[bytes], holder: Stem | Sequence) -> None:
+        """Keep these computed blocks of a stem or a row as prefixes, as far as older prefixes can make room."""
+        layers = _layers(holder)
+        own = set(names)
+        for index in range(self._prefixes.match(names), len(names)):
+            while self.used_tokens + BLOCK > self._limit_tokens:
+                oldest = self._prefixes.oldest()
+                if oldest is None or oldest in own:
+                    return
+                self._prefixes.drop()
+            self._prefixes.put(names[index], layers, index)
+        self._prefixes.touch(names)
 
     def place(self, row: Sequence, stem: Stem, force: bool) -> bool:
         """Copy a complete stem into a slot for ``row``; False when that would exceed the bound (never if ``force``)."""
@@ -83,7 +115,7 @@ class KvCache:
         if pool is None:
             return False
         slot = len(pool.rows)
-        for data, kv in zip(pool.data, stem.kv, strict=True):
+        for data, kv in zip(pool.data, stem.kv.unbind(), strict=True):
             data[:, slot, :, : len(stem.ids)] = kv
         row.cached = len(stem.ids)
         _enter(row, pool)
@@ -145,7 +177,9 @@ class KvCache:
         return pool
 
     def _make_room(self, tokens: int) -> bool:
-        """Whether so many more places fit, after giving up empty slots if that is what it takes."""
+        """Whether so many more places fit, after giving up prefixes and empty slots if that is what it takes."""
+        while self.used_tokens + tokens > self._limit_tokens and self._prefixes.tokens:
+            self._prefixes.drop()
         spare = self._limit_tokens - self.used_tokens - tokens
         idle = sum((pool.capacity - len(pool.rows)) * pool.length for pool in self._pools.values())
         if spare < 0 <= spare + idle:
@@ -170,3 +204,12 @@ class KvCache:
 def _enter(row: Sequence, pool: Pool) -> None:
     row.pool, row.slot = pool, len(pool.rows)
     pool.rows.append(row)
+
+
+def _layers(holder: Stem | Sequence) -> Many[Tensor]:
+    """[2, Hkv, T, D] by layer."""
+    if isinstance(holder, Stem):
+        assert holder.kv is not None
+        return holder.kv.unbind()
+    assert holder.pool is not None
+    return [data[:, holder.slot] for data in holder.pool.data]

@@ -31,25 +31,28 @@ class PromptScores:
         self._best = np.full((length, best), EMPTY_LOGPROB, dtype=np.float32)
         self._target_ids = _target_ids(op, length)
         self._targets = None if self._target_ids is None else np.zeros(self._target_ids.shape, dtype=np.float32)
+        self.first = 0 if op.prompt_logprobs or best else _first_target(self._target_ids, length)
+        """The first position whose distribution is needed."""
 
     @staticmethod
     def wanted(op: Sample) -> bool:
         """Whether the request asks for any score."""
         return op.prompt_logprobs or op.topk_prompt_logprobs > 0 or op.target_prompt_ids is not None
 
-    def write(self, start: int, logprobs: Tensor) -> None:
-        """``logprobs`` [M, V] are the distributions at positions start .. start + M - 1, all before the last one."""
-        end = start + logprobs.shape[0]
+    def write(self, start: int, logits: Tensor) -> None:
+        """``logits`` [M, V] are those at positions start .. start + M - 1, all before the last one."""
+        end = start + logits.shape[0]
+        total = logits.logsumexp(-1, keepdim=True)  # as the trainer does it, so that equal logits give equal log-probs
         if self._wants_logprobs:
-            own = logprobs.gather(1, self._next[start:end, None].to(logprobs.device))[:, 0]
-            self._logprobs[start + 1 : end + 1] = own.cpu().numpy()
+            own = logits.gather(1, self._next[start:end, None].to(logits.device)) - total
+            self._logprobs[start + 1 : end + 1] = own[:, 0].cpu().numpy()
         if self._best.shape[1]:
-            best = logprobs.topk(self._best.shape[1], -1)
-            self._best[start + 1 : end + 1] = best.values.cpu().numpy()
+            best = logits.topk(self._best.shape[1], -1)
+            self._best[start + 1 : end + 1] = (best.values - total).cpu().numpy()
             self._best_ids[start + 1 : end + 1] = best.indices.cpu().numpy()
         if self._target_ids is not None and self._targets is not None:
-            ids = self._target_ids[start:end].to(logprobs.device)
-            found = logprobs.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
+            ids = self._target_ids[start:end].to(logits.device)
+            found = (logits.gather(1, ids.clamp(min=0)) - total).masked_fill(ids < 0, 0.0)
             self._targets[start:end] = found.cpu().numpy()
 
     def logprobs_bytes(self) -> bytes | None:
@@ -70,3 +73,10 @@ def _target_ids(op: Sample, length: int) -> Tensor | None:
         return None
     ids = op.target_prompt_ids.numpy().astype(np.int64)
     return torch.from_numpy(ids.reshape(length - 1, -1) if length > 1 else ids.reshape(0, ids.shape[-1]))
+
+
+def _first_target(target_ids: Tensor | None, length: int) -> int:
+    """The first row of ``target_ids`` [P - 1, K] that is not all empty; P if there is none."""
+    rows = [] if target_ids is None else (target_ids >= 0).any(1).nonzero()[:1, 0].tolist()
+    first: int = rows[0] if rows else length
+    return first

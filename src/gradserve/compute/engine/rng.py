@@ -6,6 +6,8 @@ splittable pseudorandom number generators", OOPSLA).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,15 +19,18 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 _MASK = (1 << 64) - 1
 
 
-def uniform(seeds: list[int], samples: list[int], positions: list[int]) -> NDArray[np.float64]:
-    """One number in [0, 1) of 53 bits for each (seed, sample, position). Seeds may be any integers (mod 2**64)."""
-    state = _mix(_u64(seeds) + _GAMMA)
-    state = _mix(state + _GAMMA * (_u64(samples) + np.uint64(1)))
-    state = _mix(state + _GAMMA * (_u64(positions) + np.uint64(1)))
+def streams(seeds: Sequence[int], samples: Sequence[int]) -> U64:
+    """The key of the stream of each (seed, sample). Seeds may be any integers (mod 2**64)."""
+    return _mix(_mix(_u64(seeds) + _GAMMA) + _GAMMA * (_u64(samples) + np.uint64(1)))
+
+
+def uniform(keys: U64, positions: Sequence[int]) -> NDArray[np.float64]:
+    """One number in [0, 1) of 53 bits for each position of the stream beside it."""
+    state = _mix(keys + _GAMMA * (np.array(positions, dtype=np.uint64) + np.uint64(1)))
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _u64(values: list[int]) -> U64:
+def _u64(values: Sequence[int]) -> U64:
     return np.array([value & _MASK for value in values], dtype=np.uint64)
 
 

@@ -14,7 +14,7 @@ from gradserve.compute.engine.lora import Adapter
 from gradserve.compute.engine.prompts import PromptScores
 from gradserve.compute.engine.sequences import Request, Sequence
 from gradserve.compute.engine.stops import TextStops
-from gradserve.compute.tasks import Outcome, SampleTask
+from gradserve.compute.tasks import Failed, Outcome, Progress, SampleTask
 from gradserve.wire.errors import Invalid
 from gradserve.wire.ops import Sample
 
@@ -32,6 +32,7 @@ class Sampler:
         self._pass_tokens = pass_tokens
         self._lanes: dict[str, Lane] = {}
         self._adapters: WeakValueDictionary[str, Adapter] = WeakValueDictionary()
+        self._running: dict[str, tuple[Lane, Request]] = {}
         self._refused: list[Outcome] = []
         self._count = 0
 
@@ -50,19 +51,34 @@ class Sampler:
             if task.op.base not in self._lanes:
                 self._lanes[task.op.base] = Lane(base, self._kv_cache_bytes, self._pass_tokens)
             self._lanes[task.op.base].add(request)
+            self._running[task.id] = self._lanes[task.op.base], request
         except Exception as error:
             self._refused.append(failure(task.id, error))
 
-    def step(self) -> list[Outcome]:
-        """One pass of the lane whose turn it is."""
-        outcomes, self._refused = self._refused, []
+    def cancel(self, task_id: str) -> Outcome | None:
+        """Drop a Task and free what it holds; its outcome, or None if it is not (or no longer) here."""
+        if task_id not in self._running:
+            return None
+        lane, request = self._running.pop(task_id)
+        lane.cancel(request)
+        return Failed(task_id, "cancelled", "the sample was cancelled")
+
+    def step(self) -> list[Outcome | Progress]:
+        """One pass of the lane whose turn it is. A streamed Task's Progress comes before its outcome."""
+        messages: list[Outcome | Progress] = [*self._refused]
+        self._refused = []
         for name, lane in self._lanes.items():
             if lane.busy:
                 self._lanes[name] = self._lanes.pop(name)  # to the end of the line
-                for request, error in lane.step():
-                    outcomes.append(request.done() if error is None else failure(request.task_id, error))
+                passed = lane.step()
+                messages += [sequence.progress() for sequence in passed.drawn if sequence.request.stream]
+                messages += [self._outcome(*ended) for ended in passed.ended]
                 break
-        return outcomes
+        return messages
+
+    def _outcome(self, request: Request, error: Exception | None) -> Outcome:
+        del self._running[request.task_id]
+        return request.done() if error is None else failure(request.task_id, error)
 
     def _adapter(self, digest: str) -> Adapter:
         """One object per digest while it is in use: the rows of a pass are routed by identity."""
@@ -80,12 +96,14 @@ def request_of(task: SampleTask, base: Base, order: int, adapter: Adapter | None
     request = Request(
         task_id=task.id,
         order=order,
+        weights=op.weights,
         adapter=adapter,
         prompt=prompt,
         params=op.params,
         limit=max(1, min(op.params.max_tokens, base.context - len(prompt))),
         topk=min(op.topk_sample_logprobs, base.vocab),
         scores=PromptScores(op, prompt, base.vocab) if PromptScores.wanted(op) else None,
+        stream=task.stream,
     )
     strings = tuple(string for string in op.params.stop_strings if string)
     for index in range(op.num_samples):

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from gradserve.compute.engine.prefix import BLOCK, chain
 from gradserve.compute.engine.stops import TextStops
-from gradserve.compute.tasks import Done, Usage
+from gradserve.compute.tasks import Done, Progress, Usage
 from gradserve.wire.data import Array, as_tokens
 from gradserve.wire.ops import SamplingParams
 from gradserve.wire.results import SampledSequence, SampleResult, TopK
@@ -24,17 +25,24 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Request:
-    """One SampleTask. ``order`` counts requests as they came; ``limit`` is the most tokens a sequence may get."""
+    """One SampleTask. ``order`` counts requests as they came; ``limit`` is the most tokens a sequence may get.
+
+    ``weights`` is the adapter's digest. ``cached_tokens`` are those of the prompt that were found in the prefix cache
+    when it was first begun: None before that.
+    """
 
     task_id: str
     order: int
+    weights: str | None
     adapter: Adapter | None
     prompt: NDArray[np.int32]
     params: SamplingParams
     limit: int
     topk: int
     scores: PromptScores | None
+    stream: bool = False
     sequences: list[Sequence] = field(default_factory=list)
+    cached_tokens: int | None = None
     compute_us: float = 0.0
 
     @property
@@ -43,9 +51,11 @@ class Request:
         return all(sequence.finished for sequence in self.sequences)
 
     def done(self) -> Done:
-        """The outcome of a finished request."""
+        """The outcome of a finished request. What had to be computed again after an eviction is not charged again."""
+        cached_tokens = self.cached_tokens or 0
         usage = Usage(
-            prefill_tokens=len(self.prompt),
+            prefill_tokens=len(self.prompt) - cached_tokens,
+            cached_tokens=cached_tokens,
             sample_tokens=sum(len(sequence.tokens) for sequence in self.sequences),
             compute_us=round(self.compute_us),
         )
@@ -55,6 +65,7 @@ class Request:
             prompt_logprobs=None if scores is None else scores.logprobs_bytes(),
             topk_prompt=None if scores is None else scores.topk(),
             target_prompt_logprobs=None if scores is None else scores.targets(),
+            cached_prompt_tokens=cached_tokens,
         )
         return Done(self.task_id, usage, sample=result)
 
@@ -75,6 +86,16 @@ class Sequence:
     pool: Pool | None = None
     slot: int = 0
     cached: int = 0
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Sorts sequences and stems, oldest first."""
+        return self.request.order, self.index
+
+    def progress(self) -> Progress:
+        """Its newest token, in the words of a stream."""
+        token, logprob = self.tokens[-1:], np.array(self.logprobs[-1:], dtype="<f4").tobytes()
+        return Progress(self.request.task_id, self.index, as_tokens(token), logprob)
 
     def take(self, token: int, logprob: float) -> None:
         """Append a token and see whether it is the last."""
@@ -99,8 +120,9 @@ class Sequence:
 
 @dataclass(eq=False)
 class Stem:
-    """Tokens to prefill once for the sequences that ``waiting`` lists; ``kv`` holds the first ``done`` of them.
+    """Tokens to prefill once for the sequences that ``waiting`` lists; ``kv`` [L, 2, Hkv, P, D] holds ``done`` of them.
 
+    ``names`` are those of its full blocks in the prefix cache.
     ``draws``: its end gives each waiting sequence its first token. A stem made again after its cache was taken
     away doesn't draw, as its sequences already have tokens; their last one is decoded next.
     """
@@ -110,7 +132,23 @@ class Stem:
     waiting: list[Sequence]
     draws: bool
     done: int = 0
-    kv: list[Tensor] | None = None
+    kv: Tensor | None = None
+    names: list[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.names = chain(self.request.weights, self.ids)
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Sorts sequences and stems, oldest first."""
+        return self.waiting[0].age
+
+    @property
+    def readable(self) -> list[bytes]:
+        """Blocks that may come from the cache: the last token and those that score have to be computed."""
+        scores = self.request.scores if self.draws else None
+        needed = len(self.ids) - 1 if scores is None else min(len(self.ids) - 1, scores.first)
+        return self.names[: needed // BLOCK]
 
     @property
     def complete(self) -> bool:

@@ -32,9 +32,11 @@ from gradserve.compute.engine.sequences import Request, Sequence
 from gradserve.compute.engine.train import HEAD_POSITIONS
 from gradserve.compute.engine.vllm_adapters import Adapters, Loaded
 from gradserve.compute.engine.vllm_engine import Drawn, Job, SamplingEngine, Token
-from gradserve.compute.tasks import Done, Failed, Outcome, SampleTask
+from gradserve.compute.tasks import Done, Failed, Outcome, Progress, SampleTask
 from gradserve.wire.errors import Invalid, Unsupported
 from gradserve.wire.ops import SamplingParams
+
+_CURE = "Sample from an earlier version."
 
 COOLEST, HOTTEST = 0.01, 2.0
 """Temperatures between which vLLM does as told: lower ones but 0 it would raise to 0.01, higher ones it refuses."""
@@ -42,11 +44,10 @@ COOLEST, HOTTEST = 0.01, 2.0
 
 @dataclass(eq=False)
 class _Held:
-    """A request and the adapter that it keeps loaded. ``cached``: prompt tokens that were in vLLM's prefix cache."""
+    """A request and the adapter that it keeps loaded."""
 
     request: Request
     loaded: Loaded
-    cached: int = 0
 
 
 @dataclass(eq=False)
@@ -85,7 +86,7 @@ class VllmSampler:
         self._count = 0
         self._probes: dict[str, _Probe] = {}
         self._running: dict[str, tuple[_Held, Sequence]] = {}
-        self._ended: list[Outcome] = []
+        self._messages: list[Outcome | Progress] = []
         self._uncharged_us = 0.0
 
     @property
@@ -103,14 +104,14 @@ class VllmSampler:
     @property
     def busy(self) -> bool:
         """Whether a step would do something."""
-        return bool(self._ended or self._probes or self._running)
+        return bool(self._messages or self._probes or self._running)
 
     def add(self, task: SampleTask) -> None:
         """Queue a Task; one that cannot be run fails at the next step."""
         try:
             held = self._hold(task)
         except Exception as error:
-            self._ended.append(failure(task.id, error))
+            self._messages.append(failure(task.id, error))
             return
         try:
             self._admit(held)
@@ -126,15 +127,15 @@ class VllmSampler:
                 return Failed(task_id, "cancelled", "the sample was cancelled")
         return None
 
-    def step(self) -> list[Outcome]:
-        """One pass of vLLM."""
+    def step(self) -> list[Outcome | Progress]:
+        """One pass of vLLM. A streamed Task's Progress comes before its outcome."""
         if self._probes or self._running:
             try:
                 self._pass()
             except Exception as error:
                 self._abandon(error)
-        ended, self._ended = self._ended, []
-        return ended
+        messages, self._messages = self._messages, []
+        return messages
 
     # From Task to sequences ------------------------------------------------------------------------------------
 
@@ -212,10 +213,10 @@ class VllmSampler:
 
     def _advance(self, part: Drawn) -> None:
         held, sequence = self._running[part.key]
-        if not sequence.tokens and sequence.index == 0:
-            held.cached = part.cached
+        if held.request.cached_tokens is None:
+            held.request.cached_tokens = part.cached
         try:
-            _take(sequence, part)
+            self._take(sequence, part)
         except Exception as error:
             self._fail(held, error)
             return
@@ -226,7 +227,23 @@ class VllmSampler:
             self._engine.abort([part.key])  # a stop string: vLLM doesn't know of it
         if held.request.finished:
             self._adapters.release(held.loaded)
-            self._ended.append(_done(held))
+            self._messages.append(_done(held))
+
+    def _take(self, sequence: Sequence, part: Drawn) -> None:
+        request = sequence.request
+        for token in part.tokens:
+            if not math.isfinite(token.logprob):
+                raise Invalid("non_finite", "the weights give logits that are not finite", fix=_CURE)
+            sequence.take(token.id, token.logprob)
+            if request.topk:
+                sequence.topk_ids.append([id for id, _ in token.best[: request.topk]])
+                sequence.topk_logprobs.append([logprob for _, logprob in token.best[: request.topk]])
+            if request.stream:
+                self._messages.append(sequence.progress())
+            if sequence.finished:
+                return
+        if part.ended:
+            raise RuntimeError("vLLM ended a sequence before its limit")
 
     def _advance_probe(self, part: Drawn) -> None:
         probe = self._probes[part.key]
@@ -269,7 +286,7 @@ class VllmSampler:
 
     def _fail(self, held: _Held, error: Exception) -> None:
         self._drop(held)
-        self._ended.append(failure(held.request.task_id, error))
+        self._messages.append(failure(held.request.task_id, error))
 
     def _drop(self, held: _Held) -> None:
         for probe in self._probes.values():
@@ -285,7 +302,7 @@ class VllmSampler:
         """vLLM raised: what it holds is unknown, so all that was with it fails and the next Task starts another."""
         waiting = [held for probe in self._probes.values() for held in probe.waiting]
         held = dict.fromkeys([*waiting, *(held for held, _ in self._running.values())])
-        self._ended += [failure(one.request.task_id, error) for one in held]
+        self._messages += [failure(one.request.task_id, error) for one in held]
         self._probes, self._running = {}, {}
         del self._adapters, self._engine
 
@@ -301,33 +318,12 @@ def _best(vocab: int) -> int:
     return min(fingerprint.BEST, vocab)
 
 
-def _take(sequence: Sequence, part: Drawn) -> None:
-    topk = sequence.request.topk
-    for token in part.tokens:
-        if not math.isfinite(token.logprob):
-            raise Invalid("non_finite", "the weights give logits that are not finite", fix="Sample an earlier version.")
-        if sequence.finished:
-            break
-        sequence.take(token.id, token.logprob)
-        if topk:
-            sequence.topk_ids.append([id for id, _ in token.best[:topk]])
-            sequence.topk_logprobs.append([logprob for _, logprob in token.best[:topk]])
-    if part.ended and not sequence.finished:
-        raise RuntimeError("vLLM ended a sequence before its limit")
-
-
 def _done(held: _Held) -> Done:
-    """Prompt tokens that vLLM had computed before are metered as cached; what siblings shared isn't known."""
+    """The outcome of a finished request, with the difference that its samples come with."""
     found = held.loaded.fingerprint
     assert found is not None
-    done = held.request.done()
-    assert done.sample is not None
-    usage = msgspec.structs.replace(
-        done.usage, prefill_tokens=done.usage.prefill_tokens - held.cached, cached_tokens=held.cached
-    )
-    sample = msgspec.structs.replace(done.sample, cached_prompt_tokens=held.cached)
     metrics = {"sampler_trainer_diff:max": found.worst, "sampler_trainer_diff:mean": found.mean}
-    return msgspec.structs.replace(done, usage=usage, sample=sample, metrics=metrics)
+    return msgspec.structs.replace(held.request.done(), metrics=metrics)
 
 
 @torch.no_grad()
@@ -342,7 +338,7 @@ def _score_prompt(base: Base, request: Request) -> None:
     at = 0
     for part in torch.split(hidden[: length - 1], HEAD_POSITIONS):
         with base.routed(route([(request.adapter, len(part))], base.device)):
-            request.scores.write(at, base.logits(part).log_softmax(-1))
+            request.scores.write(at, base.logits(part))
         at += len(part)
 
 
