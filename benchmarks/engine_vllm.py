@@ -23,6 +23,9 @@ ENGINES = ("builtin", "vllm", "vllm_plain")
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, 32, 64
 ADAPTERS, RANK = 4, 8
 ROUNDS = 1
+COMPARED = 8
+"""Sequences of a scenario whose log-probs are compared with the trainer's."""
+
 SCENARIOS = {"base": None, "adapters": False, "adapters_with_lm_head": True}
 """By name: None for no adapter, else whether the four adapters are also on lm_head."""
 
@@ -66,10 +69,10 @@ def measure(engine: str, model: Path) -> dict[str, Any]:
         names = [name for name, head in SCENARIOS.items() if engine != "vllm_plain" or head is None]
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
         for name in names:
-            bench.run(name, new_tokens=2)
+            bench.run(name, prompts=8, new_tokens=2)
         for _ in range(ROUNDS):
             for name in names:
-                rounds[name].append(bench.run(name, NEW_TOKENS))
+                rounds[name].append(bench.run(name, PROMPTS, NEW_TOKENS))
         return {name: _summary(of) | bench.mismatch(name) for name, of in rounds.items()}
 
 
@@ -126,14 +129,14 @@ class Bench:
                 tensor.normal_(0.0, 0.02, generator=generator)
         return self._arrays.put(tensors)
 
-    def run(self, scenario: str, new_tokens: int) -> dict[str, float]:
-        """All prompts at temperature 1."""
+    def run(self, scenario: str, prompts: int, new_tokens: int) -> dict[str, float]:
+        """The first ``prompts`` prompts at temperature 1."""
         from gradserve.compute.tasks import Done, SampleTask
         from gradserve.wire.data import as_tokens
         from gradserve.wire.ops import Sample, SamplingParams
 
         ops = {}
-        for index, prompt in enumerate(self._prompts()):
+        for index, prompt in enumerate(self._prompts()[:prompts]):
             weights = self._weights[scenario][index % len(self._weights[scenario])]
             ops[str(index)] = Sample("m", weights, as_tokens(prompt), 1, SamplingParams(new_tokens, seed=index))
         started, wall = time.process_time(), time.monotonic()
@@ -165,7 +168,7 @@ class Bench:
         from gradserve.wire.data import Array, Row, as_tokens
 
         differences = []
-        for op, sample in self._results[scenario]:
+        for op, sample in self._results[scenario][:COMPARED]:
             weights = no_change(self._base) if op.weights is None else self._arrays.get(op.weights)
             prompt = np.frombuffer(op.prompt, "<i4")
             for sequence in sample.sequences:

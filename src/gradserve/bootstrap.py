@@ -157,7 +157,7 @@ def _check_sampler(settings: Settings, catalog: Catalog) -> None:
     """What vLLM can't do is said now, not when somebody samples."""
     if settings.sampler == "builtin":
         return
-    from gradserve.compute.engine.vllm_engine import RANKS
+    from gradserve.compute.engine.vllm_engine import FAMILIES, RANKS
 
     if importlib.util.find_spec("vllm") is None:
         raise CannotStart(
@@ -168,6 +168,11 @@ def _check_sampler(settings: Settings, catalog: Catalog) -> None:
         raise CannotStart(
             f"the vllm sampler serves one model, and {len(catalog.all())} are given: {', '.join(catalog.names())}. "
             "Start a server for each, or set GRADSERVE_SAMPLER=builtin."
+        )
+    (model,) = catalog.all()
+    if model.family not in FAMILIES:
+        raise CannotStart(
+            f"the vllm sampler runs {', '.join(FAMILIES)}; {model.name} is {model.family}. Set GRADSERVE_SAMPLER=builtin."
         )
     if settings.max_lora_rank > RANKS[-1]:
         raise CannotStart(

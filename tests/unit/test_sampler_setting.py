@@ -11,6 +11,7 @@ import pytest
 
 from gradserve.bootstrap import CannotStart, serve
 from gradserve.settings import Settings
+from tests.models import build_tiny
 
 
 @pytest.fixture
@@ -45,6 +46,11 @@ def test_vllm_is_not_installed(installed: dict[str, bool], tiny_models: dict[str
 def test_one_model_only(installed: dict[str, bool], tiny_models: dict[str, str], data_dir: Path) -> None:
     said = refusal(data_dir, tiny_models, max_lora_rank=32)
     assert "2 are given: tiny, tiny-qwen" in said
+
+
+def test_a_family_that_vllm_does_not_run(installed: dict[str, bool], data_dir: Path, tmp_path: Path) -> None:
+    model = str(build_tiny(tmp_path / "model", "smollm3"))
+    assert "odd is smollm3" in refusal(data_dir, {"odd": model}, max_lora_rank=32)
 
 
 def test_the_largest_rank(installed: dict[str, bool], tiny_models: dict[str, str], data_dir: Path) -> None:

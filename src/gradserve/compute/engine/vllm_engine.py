@@ -16,6 +16,9 @@ from gradserve.compute.catalog import ModelUnusable
 from gradserve.wire.errors import Invalid
 from gradserve.wire.ops import SamplingParams
 
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""model_type values that vLLM runs as the trainer does (checked by `make vllm`). 0.32 fails on smollm3."""
+
 RANKS = (1, 8, 16, 32, 64)
 """Ranks that vLLM can be built for; an adapter of another rank is padded with zeros to the next one.
 
@@ -141,8 +144,8 @@ class VllmEngine:
         )
         try:
             self._engine = self._vllm.LLMEngine.from_engine_args(arguments)
-        except (ValueError, RuntimeError, NotImplementedError) as error:
-            raise ModelUnusable(f"vLLM can't run this model as configured: {error}") from error
+        except Exception as error:  # of any kind: what is wrong with a model shows deep inside
+            raise ModelUnusable(f"vLLM can't run this model as configured: {type(error).__name__}: {error}") from error
 
     def _arguments(self, **given: Any) -> Any:
         return self._vllm.EngineArgs(**given)
@@ -152,7 +155,11 @@ class VllmEngine:
         try:
             self._engine.add_lora(self._lora_request(adapter))
         except ValueError as error:
-            raise Invalid("not_served", f"vLLM doesn't take these weights: {error}") from error
+            raise Invalid(
+                "not_served",
+                f"vLLM doesn't take these weights: {error}.",
+                fix="Train without these modules (train_unembed=False, say), or set sampler to builtin.",
+            ) from error
 
     def unload(self, adapter: PeftFolder) -> None:
         """See SamplingEngine."""
