@@ -172,7 +172,8 @@ def _check_sampler(settings: Settings, catalog: Catalog) -> None:
     (model,) = catalog.all()
     if model.family not in FAMILIES:
         raise CannotStart(
-            f"the vllm sampler runs {', '.join(FAMILIES)}; {model.name} is {model.family}. Set GRADSERVE_SAMPLER=builtin."
+            f"the vllm sampler runs {', '.join(FAMILIES)}; {model.name} is {model.family}. "
+            "Set GRADSERVE_SAMPLER=builtin."
         )
     if settings.max_lora_rank > RANKS[-1]:
         raise CannotStart(
