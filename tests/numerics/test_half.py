@@ -88,7 +88,9 @@ def test_auto_takes_what_is_faster_here() -> None:
     assert machine.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.mark.parametrize("wrong", [{"dtype": "bfloat16"}, {"device": "cuda"}, {"worker_threads": 2}])
+@pytest.mark.parametrize(
+    "wrong", [{"dtype": "bfloat16"}, {"device": "cuda"}, {"worker_threads": 2}, {"sampler": "vllm"}]
+)
 def test_batch_invariant_refuses_what_it_cannot_keep(wrong: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="batch_invariant"):
         Settings(numerics="batch_invariant", **wrong)  # type: ignore[arg-type]

@@ -37,16 +37,21 @@ def target_modules(lora: LoraConfig) -> list[str]:
 
 
 def adapter_config(base: str, lora: LoraConfig) -> dict[str, object]:
-    """The content of PEFT's adapter_config.json."""
+    """The content of PEFT's adapter_config.json for a run's weights."""
+    return peft_config(base, lora.rank, target_modules(lora))
+
+
+def peft_config(base: str, rank: int, modules: list[str]) -> dict[str, object]:
+    """The same for adapters on all linear layers whose last name part is one of ``modules``."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": lora.rank,
+        "r": rank,
         "lora_alpha": LORA_ALPHA,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": target_modules(lora),
+        "target_modules": modules,
         "inference_mode": True,
     }
 

@@ -31,7 +31,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 
     ``kv_cache_bytes`` bounds the sampler's cache, ``pass_tokens`` one sampling pass. GradTasks share a training pass
     up to ``merge_tokens``; one may take ``memory_bytes`` above the weights (None: no bound). ``device`` and ``dtype``
-    may be "auto"; see engine/machine.py. ``numerics`` is explained in engine/kernels.py.
+    may be "auto"; see engine/machine.py. ``numerics`` is explained in engine/kernels.py. ``max_lora_rank`` is the
+    largest rank that the vllm sampler must hold; the built-in one has no bound.
     """
 
     id: str
@@ -46,6 +47,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     numerics: Literal["fast", "batch_invariant"] = "fast"
     merge_tokens: int = 512
     memory_bytes: int | None = None
+    sampler: Literal["builtin", "vllm"] = "builtin"
+    max_lora_rank: int = 256
 
 
 class InitTask(msgspec.Struct, frozen=True, tag="init"):

@@ -6,6 +6,7 @@
     sampler    SampleTasks -> Outcomes: a lane of continuous batching per base (and per version of a fully trained run)
     lane       one pass: places (kv), attention (decode), drawing (choose, rng), ends (stops), prompts' scores (prompts)
     full       Tasks on all parameters of a base, which are exchanged for a pass (parameters)
+    vllm_sampler  the same through vLLM (vllm_engine), its adapters (vllm_adapters) checked by measurement (fingerprint)
     base       a frozen model, its attention (attention) and the adapters laid over it (lora)
     arrays     objects as tensors, and objects in the making (drafts);  memory: how much is used, what means "too much"
     convert    GGUF -> a Hugging Face directory

@@ -212,9 +212,15 @@ def init_adapter(targets: dict[str, nn.Linear], config: LoraConfig) -> Tensors:
         if name.rpartition(".")[2] in wanted:
             a = torch.empty(config.rank, linear.in_features)
             nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=_generator(config.seed, name))
-            tensors[f"{PREFIX}{name}{_SUFFIXES[0]}"] = a
-            tensors[f"{PREFIX}{name}{_SUFFIXES[1]}"] = torch.zeros(linear.out_features, config.rank)
+            a_name, b_name = tensor_names(name)
+            tensors[a_name], tensors[b_name] = a, torch.zeros(linear.out_features, config.rank)
     return tensors
+
+
+def tensor_names(module: str) -> tuple[str, str]:
+    """PEFT's names of a module's A and B."""
+    a_suffix, b_suffix = _SUFFIXES
+    return f"{PREFIX}{module}{a_suffix}", f"{PREFIX}{module}{b_suffix}"
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

@@ -57,7 +57,9 @@ class Sampler:
         try:
             base = self._bases.get(task.op.base)
             full = self._full_parameters(task.op, base)
-            request = self._request(task, base, adapted=full is None)
+            self._count += 1
+            adapter = self._adapter(task.op.weights) if full is None and task.op.weights is not None else None
+            request = request_of(task, base, self._count, adapter)
             lane = self._lane(base, task.op, full)
             lane.add(request)
             self._running[task.id] = lane, request
@@ -113,36 +115,37 @@ class Sampler:
         del self._running[request.task_id]
         return request.done() if error is None else failure(request.task_id, error)
 
-    def _request(self, task: SampleTask, base: Base, adapted: bool) -> Request:
-        op = task.op
-        prompt = np.frombuffer(op.prompt, dtype="<i4")
-        _check(op, prompt, base)
-        self._count += 1
-        request = Request(
-            task_id=task.id,
-            order=self._count,
-            weights=op.weights,
-            adapter=self._adapter(op.weights) if adapted and op.weights is not None else None,
-            prompt=prompt,
-            params=op.params,
-            limit=max(1, min(op.params.max_tokens, base.context - len(prompt))),
-            topk=min(op.topk_sample_logprobs, base.vocab),
-            scores=PromptScores(op, prompt, base.vocab) if PromptScores.wanted(op) else None,
-            version=op.version,
-            stream=task.stream,
-        )
-        strings = tuple(string for string in op.params.stop_strings if string)
-        for index in range(op.num_samples):
-            text = TextStops(base.tokenizer, strings) if strings else None
-            request.sequences.append(Sequence(request, index, text))
-        return request
-
     def _adapter(self, digest: str) -> Adapter:
         """One object per digest while it is in use: the rows of a pass are routed by identity."""
         adapter = self._adapters.get(digest)
         if adapter is None:
             adapter = self._adapters[digest] = Adapter.of(self._arrays.get(digest))
         return adapter
+
+
+def request_of(task: SampleTask, base: Base, order: int, adapter: Adapter | None) -> Request:
+    """The ``order``-th request of a worker, with its sequences. Raises Invalid for one that can't be run."""
+    op = task.op
+    prompt = np.frombuffer(op.prompt, dtype="<i4")
+    _check(op, prompt, base)
+    request = Request(
+        task_id=task.id,
+        order=order,
+        weights=op.weights,
+        adapter=adapter,
+        prompt=prompt,
+        params=op.params,
+        limit=max(1, min(op.params.max_tokens, base.context - len(prompt))),
+        topk=min(op.topk_sample_logprobs, base.vocab),
+        scores=PromptScores(op, prompt, base.vocab) if PromptScores.wanted(op) else None,
+        version=op.version,
+        stream=task.stream,
+    )
+    strings = tuple(string for string in op.params.stop_strings if string)
+    for index in range(op.num_samples):
+        text = TextStops(base.tokenizer, strings) if strings else None
+        request.sequences.append(Sequence(request, index, text))
+    return request
 
 
 def _check(op: Sample, prompt: np.ndarray[tuple[int], np.dtype[np.int32]], base: Base) -> None:

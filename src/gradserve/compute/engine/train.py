@@ -78,6 +78,14 @@ def forward_backward(base: Base, jobs: list[Job], backward: bool, plan: Plan = P
         return _with_gradients(losses_found, list(lps), weights, base.dtype)
 
 
+def score(base: Base, weights: Tensors, rows: list[Row]) -> ForwardBackwardResult:
+    """Log-probs of the rows' targets and their cross entropy, as a forward Task would give them. Raises Invalid."""
+    (found,) = forward_backward(base, [prepare(base, weights, rows, "cross_entropy", {})], backward=False)
+    if isinstance(found, Invalid):
+        raise found
+    return found[0]
+
+
 def evaluate(base: Base, job: Job, plan: Plan) -> tuple[Tensor, ForwardBackwardResult]:
     """The loss of one job under the base's parameters as they are, without an adapter. Raises Invalid."""
     found = _loss(job, target_logprobs(base, [], job.packed, plan.head_positions))

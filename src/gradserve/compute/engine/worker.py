@@ -18,12 +18,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from gradserve.compute.engine.arrays import Arrays
-from gradserve.compute.engine.base import Bases
+from gradserve.compute.engine.base import Base, Bases
 from gradserve.compute.engine.engine import Engine, TrainingTask
 from gradserve.compute.engine.machine import Machine
 from gradserve.compute.engine.memory import peak_rss_bytes
 from gradserve.compute.engine.merge import take
 from gradserve.compute.engine.sampler import Sampler
+from gradserve.compute.engine.vllm_adapters import MOST_ADAPTERS
+from gradserve.compute.engine.vllm_engine import VllmEngine
+from gradserve.compute.engine.vllm_sampler import VllmSampler, say
 from gradserve.compute.objects import ObjectStore
 from gradserve.compute.tasks import (
     Cancel,
@@ -82,7 +85,7 @@ class _Worker:
         store = ObjectStore(Path(spec.objects), Path(spec.durable_objects))
         arrays = Arrays(store, machine.device)
         self._engine = Engine(bases, arrays, spec.memory_bytes, self._between_passes)
-        self._sampler = Sampler(bases, arrays, spec.kv_cache_bytes // max(1, len(spec.bases)), spec.pass_tokens)
+        self._sampler = _sampler(spec, bases, arrays)
 
     def serve(self) -> None:
         threading.Thread(target=self._read, name="reader", daemon=True).start()
@@ -149,3 +152,17 @@ class _Worker:
             for message in self._sampler.step():
                 self._wire.send(message)
         self._started = time.monotonic()
+
+
+def _sampler(spec: WorkerSpec, bases: Bases, arrays: Arrays) -> Sampler | VllmSampler:
+    if spec.sampler == "builtin":
+        return Sampler(bases, arrays, spec.kv_cache_bytes // max(1, len(spec.bases)), spec.pass_tokens)
+    (base,) = spec.bases
+
+    def start(loaded: Base) -> VllmEngine:
+        return VllmEngine(
+            base.path, loaded.context, spec.kv_cache_bytes, spec.pass_tokens, spec.max_lora_rank, MOST_ADAPTERS
+        )
+
+    folders = Path(spec.objects) / f"vllm-{spec.id}"
+    return VllmSampler(base.name, bases, arrays, start, folders, spec.max_lora_rank, say)
