@@ -23,11 +23,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from . import memory, sample, startup, train
+from . import memory, sample, startup, tenants, train
 from .common import Launch, Target, first_training_client, spread, started
 
-SCENARIOS = ("startup", "train", "sample")
-MEASURES: dict[str, Callable[[Target], dict[str, Any]]] = {"train": train.measure, "sample": sample.measure}
+SCENARIOS = ("startup", "train", "sample", "tenants")
+MEASURES: dict[str, Callable[[Target], dict[str, Any]]] = {
+    "train": train.measure,
+    "sample": sample.measure,
+    "tenants": tenants.measure,
+}
 
 
 def apart(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
