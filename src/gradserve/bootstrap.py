@@ -144,7 +144,7 @@ def _worker_specs(settings: Settings, catalog: Catalog) -> list[WorkerSpec]:
 
 
 _USABLE = 0.8
-"""Of the memory that is free at the start: the rest is for the client's process, the page cache, what was not counted."""
+"""Of the memory that is free at the start: the rest is for other processes and for what was not counted."""
 
 
 def _room_per_worker(settings: Settings, catalog: Catalog) -> int:

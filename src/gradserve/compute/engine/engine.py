@@ -104,12 +104,12 @@ class Engine:
         return Done(task.id, _usage(started), {"weights": self._arrays.put(tensors)})
 
     def _reduce(self, task: ReduceTask, started: int) -> Done:
-        total = fold(self._arrays.get(digest) for digest in task.gradients)
+        total = fold(self._arrays.read(digest) for digest in task.gradients)
         return Done(task.id, _usage(started), {"gradient": self._arrays.put(total)})
 
     def _optim(self, task: OptimTask, started: int) -> Done:
-        moments = None if task.moments is None else self._arrays.get(task.moments)
-        gradient = fold(self._arrays.get(digest) for digest in task.gradients)
+        moments = None if task.moments is None else self._arrays.read(task.moments)
+        gradient = fold(self._arrays.read(digest) for digest in task.gradients)
         weights, moments, metrics = adamw_step(self._arrays.get(task.weights), moments, gradient, task.adam)
         objects = {"weights": self._arrays.put(weights), "moments": self._arrays.put(moments)}
         return Done(task.id, _usage(started), objects, metrics=metrics)

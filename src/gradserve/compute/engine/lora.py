@@ -115,7 +115,9 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., N, in] -> [..., N, out]; only the N axis may be longer than 1."""
         flat = x.reshape(-1, x.shape[-1])
-        parts = [(part, part.adapter.pairs[self._name]) for part in self._router.routing if self._name in part.adapter.pairs]
+        parts = [
+            (part, part.adapter.pairs[self._name]) for part in self._router.routing if self._name in part.adapter.pairs
+        ]
         if torch.is_grad_enabled() and parts and _fusible(self.linear, parts):
             segments = [(part.rows, part.adapter.scale) for part, _ in parts]
             factors = [factor for _, pair in parts for factor in pair]

@@ -12,6 +12,7 @@ import mmap
 import struct
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,9 +68,9 @@ def load(file: Path, device: torch.device) -> Tensors:
     return {name: _view(mapped, start, entry).to(device) for name, entry in header.items()}
 
 
-def _view(mapped: mmap.mmap, start: int, entry: dict[str, object]) -> Tensor:
-    shape, (first, _) = entry["shape"], entry["data_offsets"]
-    count = prod(shape)
+def _view(mapped: mmap.mmap, start: int, entry: dict[str, Any]) -> Tensor:
+    shape: list[int] = entry["shape"]
+    count, first = prod(shape), entry["data_offsets"][0]
     dtype = _TYPES[entry["dtype"]]
     if count == 0:
         return torch.empty(shape, dtype=dtype)

@@ -22,6 +22,7 @@ from gradserve.wire.errors import Invalid
 from gradserve.wire.losses import LOSSES
 from gradserve.wire.results import ForwardBackwardResult
 
+
 @dataclass(frozen=True)
 class Job:
     """One request of a pass: checked and packed, not yet computed."""
@@ -64,7 +65,9 @@ def forward_backward(base: Base, jobs: list[Job], backward: bool, plan: Plan = P
         base.routed(routing),
         base.recomputing(backward and plan.recompute),
     ):
-        lps = torch.split(target_logprobs(base, routing, packed, plan.head_positions), [job.packed.count for job in jobs])
+        lps = torch.split(
+            target_logprobs(base, routing, packed, plan.head_positions), [job.packed.count for job in jobs]
+        )
         losses_found = [_loss(job, lp) for job, lp in zip(jobs, lps, strict=True)]
         if not backward:
             return [found if isinstance(found, Invalid) else (found.result, None) for found in losses_found]
@@ -115,7 +118,9 @@ def _filled(packed: Packed) -> Packed:
         return packed
     zeros = packed.tokens.new_zeros(missing)
     width = packed.targets.shape[1]
-    fill = Packed(zeros, torch.arange(missing, device=zeros.device), zeros[:, None].expand(-1, width), {}, [missing], [])
+    fill = Packed(
+        zeros, torch.arange(missing, device=zeros.device), zeros[:, None].expand(-1, width), {}, [missing], []
+    )
     return join([packed, fill])
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 import torch
 
-from gradserve.compute.engine.arrays import Arrays
+from gradserve.compute.engine.arrays import Arrays, cache_bytes
 from gradserve.compute.engine.base import Bases
 from gradserve.compute.engine.engine import Engine, TrainingTask
 from gradserve.compute.engine.memory import peak_rss_bytes
@@ -79,7 +79,7 @@ class _Worker:
         self._owed_s = 0.0
         bases = Bases(spec.bases, device)
         store = ObjectStore(Path(spec.objects), Path(spec.durable_objects))
-        arrays = Arrays(store, device)
+        arrays = Arrays(store, device, cache_bytes(spec.memory_bytes))
         self._engine = Engine(bases, arrays, spec.memory_bytes)
         self._sampler = Sampler(bases, arrays, spec.kv_cache_bytes // max(1, len(spec.bases)), spec.pass_tokens)
 
