@@ -313,9 +313,9 @@ def test_with_adapters_in_one_call_each_gets_what_it_gets_alone(lab: Lab) -> Non
 def test_gradients_and_moments_say_whose_they_are(lab: Lab) -> None:
     weights = fresh(lab, TIED)
     gradient = lab.run(full_grad(weights, TIED, plain_rows(), 5)).objects["gradient"]
-    assert lab.arrays.origin(gradient) == Origin(weights, TIED)
+    assert lab.arrays.read(gradient).origin == Origin(weights, TIED)
     done = lab.run(OptimTask("step", weights, None, [gradient], AdamParams()))
-    assert lab.arrays.origin(done.objects["moments"]) == Origin(done.objects["weights"])
-    assert lab.arrays.origin(done.objects["weights"]) is None
+    assert lab.arrays.read(done.objects["moments"]).origin == Origin(done.objects["weights"])
+    assert lab.arrays.read(done.objects["weights"]).origin is None
     failed = lab.fail(OptimTask("step", done.objects["weights"], done.objects["moments"], [gradient], AdamParams()))
     assert failed.kind == "mismatch"

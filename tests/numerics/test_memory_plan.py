@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,10 +49,10 @@ def measured_peak(compute: Callable[[], object]) -> int:
     """Bytes: the highest sum of what torch's allocator handed out and took back."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         compute()
-    results = profiler.profiler.kineto_results
-    events = [event for event in results.events() if event.name() == "[memory]"]
-    peak: int = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-    return peak
+    results: Any = profiler.profiler
+    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    changes: list[int] = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(changes))
 
 
 SHAPES: list[tuple[str, dict[str, int], tuple[int, ...], int]] = [

@@ -38,9 +38,9 @@ def steps(lab: Lab) -> Steps:
 
 def test_what_the_files_say(steps: Steps) -> None:
     arrays, store = steps.lab.arrays, steps.lab.store
-    assert arrays.origin(steps.new_gradient) == Origin(steps.new, "llama")
-    assert arrays.origin(steps.moments) == Origin(steps.new)
-    assert arrays.origin(steps.new) is None
+    assert arrays.read(steps.new_gradient).origin == Origin(steps.new, "llama")
+    assert arrays.read(steps.moments).origin == Origin(steps.new)
+    assert arrays.read(steps.new).origin is None
     with safe_open(store.path(steps.old_gradient), framework="np") as file:
         assert file.metadata() == {"origin": f'{{"weights":"{steps.old}","base":"llama"}}'}
 
@@ -82,7 +82,7 @@ def test_a_reduction_refuses_a_mix_and_keeps_the_claim(steps: Steps) -> None:
     lab = steps.lab
     second = lab.grad("llama", steps.new, plain_rows(3)).objects["gradient"]
     total = lab.run(ReduceTask("r", [steps.new_gradient, second])).objects["gradient"]
-    assert lab.arrays.origin(total) == Origin(steps.new, "llama")
+    assert lab.arrays.read(total).origin == Origin(steps.new, "llama")
     for mix in ([steps.new_gradient, steps.old_gradient], [steps.forged(steps.new_gradient, None), second]):
         failed = lab.fail(ReduceTask("r", mix))
         assert (failed.kind, "not all taken at the same weights" in failed.message) == ("mismatch", True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,12 +16,31 @@ from gradserve.compute.objects import ObjectStore
 
 CACHE_BYTES = 1 << 30
 """A mapped object that was discarded stays in memory until it leaves the cache, so this is also waste at worst."""
+_CACHE_SHARE = 8
+
+
+def cache_bytes(memory_bytes: int | None) -> int:
+    """The bound of the cache in a worker whose passes may take ``memory_bytes``: an eighth of that, at most a GiB."""
+    return CACHE_BYTES if memory_bytes is None else min(CACHE_BYTES, memory_bytes // _CACHE_SHARE)
+
+
+@dataclass
+class CacheCounts:
+    """What the cache did so far, and what it holds."""
+
+    hits: int = 0
+    misses: int = 0
+    objects: int = 0
+    bytes: int = 0
+
 
 _REMEMBERED = 64
 """Objects too large for the cache are mapped each time they are asked for, but their bytes are checked once."""
 
 
-class _Object(NamedTuple):
+class Stored(NamedTuple):
+    """What an object holds, and of which weights it is (None: it does not say; weights do not)."""
+
     tensors: Tensors
     origin: Origin | None
 
@@ -32,17 +52,30 @@ class Arrays:
         self._store = store
         self._device = device
         self._limit = cache_bytes
-        self._used = 0
-        self._cache: OrderedDict[str, _Object] = OrderedDict()
+        self.counts = CacheCounts()
+        self._cache: OrderedDict[str, Tensors] = OrderedDict()
         self._verified: deque[str] = deque(maxlen=_REMEMBERED)
 
     def get(self, digest: str) -> Tensors:
-        """The tensors of an object, its bytes checked when it is first read. Raises ObjectMissing, ObjectCorrupt."""
-        return self._read(digest).tensors
+        """The tensors of an object, through the cache: for weights, which many requests name.
 
-    def origin(self, digest: str) -> Origin | None:
-        """Which weights an object was computed from, if it says so. Raises as ``get``."""
-        return self._read(digest).origin
+        Raises ObjectMissing, ObjectCorrupt (bytes are checked when a process first reads them).
+        """
+        tensors = self._cache.get(digest)
+        if tensors is None:
+            self.counts.misses += 1
+            tensors = self.read(digest).tensors
+            self._keep(digest, tensors)
+        else:
+            self.counts.hits += 1
+            self._cache.move_to_end(digest)
+        return tensors
+
+    def read(self, digest: str) -> Stored:
+        """The same past the cache, with its origin: for gradients and moments, read once. Raises as ``get``."""
+        path = self._store.path if digest in self._verified else self._store.verified_path
+        tensors, metadata = tensorfile.load(path(digest), self._device)
+        return Stored(tensors, Origin.of(metadata))
 
     def put(self, tensors: Tensors, origin: Origin | None = None) -> str:
         """Write an object; returns its digest.
@@ -68,26 +101,19 @@ class Arrays:
         self._verified.append(digest)
         return digest
 
-    def _read(self, digest: str) -> _Object:
-        found = self._cache.get(digest)
-        if found is not None:
-            self._cache.move_to_end(digest)
-            return found
-        path = self._store.path if digest in self._verified else self._store.verified_path
-        tensors, metadata = tensorfile.load(path(digest), self._device)
-        found = _Object(tensors, Origin.of(metadata))
-        self._keep(digest, found)
-        return found
-
-    def _keep(self, digest: str, found: _Object) -> None:
-        if _bytes(found.tensors) > self._limit // 4:
+    def _keep(self, digest: str, tensors: Tensors) -> None:
+        if _bytes(tensors) > self._limit // 4:
             self._verified.append(digest)
             return  # a whole model's parameters would drive out a thousand adapters
-        self._cache[digest] = found
-        self._used += _bytes(found.tensors)
-        while self._used > self._limit and self._cache:
+        self._cache[digest] = tensors
+        self._count(tensors, 1)
+        while self.counts.bytes > self._limit:
             _, dropped = self._cache.popitem(last=False)
-            self._used -= _bytes(dropped.tensors)
+            self._count(dropped, -1)
+
+    def _count(self, tensors: Tensors, sign: int) -> None:
+        self.counts.objects += sign
+        self.counts.bytes += sign * _bytes(tensors)
 
 
 def _bytes(tensors: Tensors) -> int:

@@ -37,7 +37,11 @@ from gradserve.compute.tasks import (
     Usage,
 )
 from gradserve.wire.errors import Invalid, UserError
+from gradserve.wire.ops import AdamParams
 from gradserve.wire.results import ForwardBackwardResult
+
+_Step = tuple[dict[str, Digest], dict[str, float]]
+"""Objects and metrics of an optimizer step."""
 
 TrainingTask = InitTask | GradTask | ReduceTask | OptimTask
 
@@ -153,45 +157,41 @@ class Engine:
         return _done(task, rows, objects, _elapsed_us(started + pauses.total_ns))
 
     def _reduce(self, task: ReduceTask, started: int) -> Done:
-        origin = common(self._arrays.origin(digest) for digest in task.gradients)
-        total = fold(self._arrays.get(digest) for digest in task.gradients)
+        gradients = [self._arrays.read(digest) for digest in task.gradients]
+        origin = common(gradient.origin for gradient in gradients)
+        total = fold(gradient.tensors for gradient in gradients)
         return Done(task.id, _usage(started), {"gradient": self._arrays.put(total, origin)})
 
     def _optim(self, task: OptimTask, started: int) -> Done:
-        self._check_origins(task)
-        old = self._arrays.get(task.weights)
-        if is_full(old):
-            return self._full_optim(task, old, started)
-        moments = None if task.moments is None else self._arrays.get(task.moments)
-        gradient = fold(self._arrays.get(digest) for digest in task.gradients)
-        weights, moments, metrics = adamw_step(old, moments, gradient, task.adam)
-        made = self._arrays.put(weights)
-        objects = {"weights": made, "moments": self._arrays.put(moments, Origin(made))}
-        return Done(task.id, _usage(started), objects, metrics=metrics)
-
-    def _full_optim(self, task: OptimTask, old: Tensors, started: int) -> Done:
-        """The step is computed in the objects that it makes: nothing else of their size is needed."""
-        gradient = fold(self._arrays.get(digest) for digest in task.gradients)
-        with self._arrays.copy(old) as weights, self._full_moments(task, old) as moments:
-            metrics = adamw_step_in_place(weights.tensors, moments.tensors, gradient, task.adam)
-            made = self._arrays.commit(weights)
-            objects = {"weights": made, "moments": self._arrays.commit(moments, Origin(made))}
-        return Done(task.id, _usage(started), objects, metrics=metrics)
-
-    def _full_moments(self, task: OptimTask, weights: Tensors) -> Draft:
-        not_yet_known = Origin("0" * len(task.weights))
-        if task.moments is None:
-            return self._arrays.draft(moments_like(weights), not_yet_known)
-        return self._arrays.copy(self._arrays.get(task.moments), not_yet_known)
-
-    def _check_origins(self, task: OptimTask) -> None:
         """A step takes gradients and moments of its own weights only. (Moments of older servers do not say theirs.)"""
-        for digest in task.gradients:
-            require(self._arrays.origin(digest), task.weights, f"gradient {digest}")
-        if task.moments is not None:
-            origin = self._arrays.origin(task.moments)
-            if origin is not None:
-                require(origin, task.weights, f"moments {task.moments}")
+        gradients = [self._arrays.read(digest) for digest in task.gradients]
+        for digest, gradient in zip(task.gradients, gradients, strict=True):
+            require(gradient.origin, task.weights, f"gradient {digest}")
+        moments = None if task.moments is None else self._arrays.read(task.moments)
+        if moments is not None and moments.origin is not None:
+            require(moments.origin, task.weights, f"moments {task.moments}")
+        old, total = self._arrays.get(task.weights), fold(gradient.tensors for gradient in gradients)
+        step = self._full_step if is_full(old) else self._adapter_step
+        objects, metrics = step(old, None if moments is None else moments.tensors, total, task.adam)
+        return Done(task.id, _usage(started), objects, metrics=metrics)
+
+    def _adapter_step(self, old: Tensors, moments: Tensors | None, gradient: Tensors, adam: AdamParams) -> _Step:
+        weights, moments, metrics = adamw_step(old, moments, gradient, adam)
+        made = self._arrays.put(weights)
+        return {"weights": made, "moments": self._arrays.put(moments, Origin(made))}, metrics
+
+    def _full_step(self, old: Tensors, moments: Tensors | None, gradient: Tensors, adam: AdamParams) -> _Step:
+        """Computed in the objects that it makes: nothing else of their size is needed."""
+        with self._arrays.copy(old) as weights, self._moments_draft(old, moments) as new_moments:
+            metrics = adamw_step_in_place(weights.tensors, new_moments.tensors, gradient, adam)
+            made = self._arrays.commit(weights)
+            return {"weights": made, "moments": self._arrays.commit(new_moments, Origin(made))}, metrics
+
+    def _moments_draft(self, weights: Tensors, moments: Tensors | None) -> Draft:
+        not_yet_known = Origin("0" * 64)
+        if moments is None:
+            return self._arrays.draft(moments_like(weights), not_yet_known)
+        return self._arrays.copy(moments, not_yet_known)
 
 
 class _Pauses:

@@ -75,7 +75,7 @@ def _flat(tensors: Tensors, names: list[str], suffix: str = "") -> Tensor:
 
 
 def _split(flat: Tensor, shapes: dict[str, torch.Size], suffix: str = "") -> Tensors:
-    parts = flat.split([shape.numel() for shape in shapes.values()])  # type: ignore[no-untyped-call]
+    parts = torch.split(flat, [shape.numel() for shape in shapes.values()])
     return {name + suffix: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 

@@ -73,8 +73,8 @@ def load(file: Path, device: torch.device) -> tuple[Tensors, dict[str, str]]:
 
 
 def _view(mapped: mmap.mmap, start: int, entry: dict[str, Any]) -> Tensor:
-    shape, (first, _) = entry["shape"], entry["data_offsets"]
-    count = prod(shape)
+    shape: list[int] = entry["shape"]
+    count, first = prod(shape), entry["data_offsets"][0]
     dtype = _TYPES[entry["dtype"]]
     if count == 0:
         return torch.empty(shape, dtype=dtype)

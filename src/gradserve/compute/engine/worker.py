@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from gradserve.compute.engine.arrays import Arrays
+from gradserve.compute.engine.arrays import Arrays, cache_bytes
 from gradserve.compute.engine.base import Base, Bases
 from gradserve.compute.engine.engine import Engine, TrainingTask
 from gradserve.compute.engine.machine import Machine
@@ -83,7 +83,7 @@ class _Worker:
         self._started = 0.0
         bases = Bases(spec.bases, machine.device, machine.dtype, machine.kernels)
         store = ObjectStore(Path(spec.objects), Path(spec.durable_objects))
-        arrays = Arrays(store, machine.device)
+        arrays = Arrays(store, machine.device, cache_bytes(spec.memory_bytes))
         self._engine = Engine(bases, arrays, spec.memory_bytes, self._between_passes)
         self._sampler = _sampler(spec, bases, arrays)
 
