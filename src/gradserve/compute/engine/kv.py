@@ -83,7 +83,7 @@ class KvCache:
     def open(self, stem: Stem) -> None:
         """Give the stem its arrays, whatever the bound, and in them what is known of its beginning."""
         self._prefixes.touch(stem.readable)
-        self._make_room(len(stem.ids))
+        self._make_room(len(stem.ids), force=True)
         stem.kv = torch.zeros(
             (self._layers, 2, self._heads, len(stem.ids), self._head), device=self._device, dtype=self._dtype
         )
@@ -175,20 +175,26 @@ class KvCache:
             else:
                 if not force:
                     return None
+                self._make_room(length, force=True)
             self._resize(pool, capacity)
         self._pools[length] = pool
         return pool
 
-    def _make_room(self, tokens: int) -> bool:
-        """Whether so many more places fit, after giving up prefixes and empty slots if that is what it takes."""
-        while self.used_tokens + tokens > self._limit_tokens and self._prefixes.tokens:
-            self._prefixes.drop()
-        spare = self._limit_tokens - self.used_tokens - tokens
+    def _make_room(self, tokens: int, force: bool = False) -> bool:
+        """Whether so many more places fit, after giving up empty slots and prefixes if that is what it takes.
+
+        Where it wouldn't be enough nothing is given up, unless ``force``.
+        """
         idle = sum((pool.capacity - len(pool.rows)) * pool.length for pool in self._pools.values())
-        if spare < 0 <= spare + idle:
+        missing = self.live_tokens + tokens - self._limit_tokens
+        if missing > idle and not force:
+            return False
+        if missing > 0:
             for pool in self._pools.values():
                 self._resize(pool, len(pool.rows))
-        return spare + idle >= 0
+        while self._prefixes.tokens and self.used_tokens + tokens > self._limit_tokens:
+            self._prefixes.drop()
+        return missing <= idle
 
     def _resize(self, pool: Pool, capacity: int) -> None:
         """Layer by layer, so that only one layer exists twice at a time."""
