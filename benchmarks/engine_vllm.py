@@ -73,6 +73,7 @@ def measure(engine: str, model: Path) -> dict[str, Any]:
         for _ in range(ROUNDS):
             for name in names:
                 rounds[name].append(bench.run(name, PROMPTS, NEW_TOKENS))
+                print(engine, name, rounds[name][-1], file=sys.stderr, flush=True)
         return {name: _summary(of) | bench.mismatch(name) for name, of in rounds.items()}
 
 
