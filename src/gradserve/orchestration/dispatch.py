@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 _TRAIN_TASKS_PER_WORKER = 2
 """One computing and one waiting in the worker, so that it never idles for a round trip; small ones may be more."""
 _TOKENS_OF_OTHERS = 64
-"""What a Task that has no rows (an optimizer step, say) counts as: about its share of a pass's time."""
+"""What a Task that has no rows (an optimizer step, say) counts as: a guess, so that such Tasks are bounded too."""
 _SAMPLES_PER_WORKER = 512
 """Sequences in a worker's hands; more wait here, where another worker can take them."""
 
