@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -47,6 +48,7 @@ def base_of(family: str, **sizes: int) -> Base:
 
 def measured_peak(compute: Callable[[], object]) -> int:
     """Bytes: the highest sum of what torch's allocator handed out and took back."""
+    gc.collect()  # what other tests left behind would be given back in the middle of the measurement
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         compute()
     results: Any = profiler.profiler
