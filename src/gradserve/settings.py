@@ -78,7 +78,9 @@ class Settings(BaseSettings):
     api_keys: tuple[str, ...] = ()
 
     workers: int = Field(1, ge=1)
-    worker_threads: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1)
+    worker_threads: int = Field(
+        default_factory=lambda: os.cpu_count() or 1, ge=1, description="of all workers; small models use one"
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     numerics: Literal["fast", "batch_invariant"] = "fast"
