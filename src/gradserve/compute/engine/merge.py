@@ -34,4 +34,5 @@ def take(waiting: list[AnyTask], budget: int) -> list[AnyTask]:
 
 
 def _alike(one: GradTask, other: GradTask) -> bool:
-    return (one.base, one.backward) == (other.base, other.backward)
+    """Tasks on all parameters of a base share a pass with none."""
+    return (one.base, one.backward) == (other.base, other.backward) and not (one.pass_rows or other.pass_rows)
