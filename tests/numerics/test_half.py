@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from gradserve.compute.engine import train
 from gradserve.compute.engine.machine import Machine, fastest_dtype
-from gradserve.compute.tasks import WorkerSpec
+from gradserve.compute.tasks import Done, GradTask, WorkerSpec
 from gradserve.settings import Settings
 from tests.numerics.lab import CPU, Lab, Tensors, ask, ids, logprobs, plain_rows, row, tokens
 
@@ -78,6 +79,22 @@ def test_large_float16_gradients_do_not_overflow(models: dict[str, Path], tmp_pa
     got, want = half.gradient(half.grad("llama", weights, large)), lab.gradient(lab.grad("llama", weights, large))
     for key, tensor in want.items():
         torch.testing.assert_close(got[key], tensor, atol=0.02 * float(tensor.abs().max()), rtol=0)
+
+
+def test_an_overflow_on_the_way_back_is_computed_again(
+    models: dict[str, Path], tmp_path: Path, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a first target that no float16 model survives; the neighbour in the pass is what it would be alone."""
+    half = Lab(tmp_path / "half", models, dtype=torch.float16)
+    weights = half.adapter("llama")
+    lab.adapter("llama")
+    monkeypatch.setattr(train, "_HALF_TARGETS", (2.0**20, 1.0))
+    rows = [row(ids(3, 30)), row(ids(4, 20))]
+    tasks = [GradTask(str(n), "llama", weights, [part], "cross_entropy", {}, True) for n, part in enumerate(rows)]
+    for task, outcome in zip(tasks, half.engine.run_together(tasks), strict=True):
+        assert isinstance(outcome, Done)
+        want = lab.gradient(lab.grad("llama", weights, task.rows))
+        assert cosine(half.gradient(outcome), want) > ALIKE[torch.float16]
 
 
 def test_auto_takes_what_is_faster_here() -> None:

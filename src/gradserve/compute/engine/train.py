@@ -55,8 +55,27 @@ def forward_backward(base: Base, jobs: list[Job], backward: bool, plan: Plan = P
     ``plan`` says what is computed twice to save memory.
 
     A job whose loss or gradient is not finite gets an Invalid and leaves the others as they are: no operation of a
-    pass mixes rows of two sequences, and a broken loss takes no part in the backward pass.
+    pass mixes rows of two sequences, and a broken loss takes no part in the backward pass. Where a float16 model
+    overflowed on its way back, the job is computed again with smaller cotangents.
     """
+    largest, *smaller = _HALF_TARGETS
+    found = _pass(base, jobs, backward, plan, largest)
+    if not backward or base.dtype != torch.float16:
+        return found
+    return [
+        _again(base, job, plan, smaller) if isinstance(f, Invalid) else f for job, f in zip(jobs, found, strict=True)
+    ]
+
+
+def _again(base: Base, job: Job, plan: Plan, targets: list[float]) -> Computed | Invalid:
+    for target in targets:
+        (found,) = _pass(base, [job], True, plan, target)
+        if not isinstance(found, Invalid):
+            break
+    return found
+
+
+def _pass(base: Base, jobs: list[Job], backward: bool, plan: Plan, half_target: float) -> list[Computed | Invalid]:
     # Each job has leaves and a segment of its own, also where two have the same weights: their gradients must not be
     # mixed, and a product over more rows may be computed by another kernel, with other last bits.
     weights = [_leaves(job.weights) if backward else job.weights for job in jobs]
@@ -75,7 +94,7 @@ def forward_backward(base: Base, jobs: list[Job], backward: bool, plan: Plan = P
         losses_found = [_loss(job, lp) for job, lp in zip(jobs, lps, strict=True)]
         if not backward:
             return [found if isinstance(found, Invalid) else (found.result, None) for found in losses_found]
-        return _with_gradients(losses_found, list(lps), weights, base.dtype)
+        return _with_gradients(losses_found, list(lps), weights, half_target if base.dtype == torch.float16 else None)
 
 
 def score(base: Base, weights: Tensors, rows: list[Row]) -> ForwardBackwardResult:
@@ -186,7 +205,7 @@ def _loss(job: Job, lp: Tensor) -> _Loss | Invalid:
 
 
 def _with_gradients(
-    found: list[_Loss | Invalid], lps: list[Tensor], leaves: list[Tensors], dtype: torch.dtype
+    found: list[_Loss | Invalid], lps: list[Tensor], leaves: list[Tensors], half_target: float | None
 ) -> list[Computed | Invalid]:
     """From the losses to the log-probs, and from these, all jobs together, to the weights."""
     sound = [part for part in zip(found, lps, leaves, strict=True) if isinstance(part[0], _Loss)]
@@ -194,7 +213,7 @@ def _with_gradients(
         return [loss for loss in found if isinstance(loss, Invalid)]
     totals, outputs = [loss.total for loss, _, _ in sound if isinstance(loss, _Loss)], [lp for _, lp, _ in sound]
     cotangents = torch.autograd.grad(totals, outputs, materialize_grads=True)
-    scales = [_scale(cotangent, dtype) for cotangent in cotangents]
+    scales = [_scale(cotangent, half_target) for cotangent in cotangents]
     inputs = [tensor for _, _, mine in sound for tensor in mine.values()]
     scaled = [cotangent * scale for cotangent, scale in zip(cotangents, scales, strict=True)]
     gradients = iter(torch.autograd.grad(outputs, inputs, scaled, materialize_grads=True))
@@ -209,17 +228,19 @@ def _own(leaves: Tensors, gradients: Iterator[Tensor], scale: float) -> Tensors:
     return {name: next(gradients) / scale if scale != 1 else next(gradients) for name in leaves}
 
 
-_HALF_TARGET = 64.0
-"""How large the largest cotangent of a log-prob enters a float16 model: far from 65504, its largest number, and as far
-as that allows from 6e-8, its smallest."""
+_HALF_TARGETS = (64.0, 1.0, 2.0**-8)
+"""How large the largest cotangent of a log-prob enters a float16 model, and what is tried next when that overflows: far
+from 65504, its largest number, and as far as that allows from 6e-8, its smallest."""
 
 
-def _scale(cotangent: Tensor, dtype: torch.dtype) -> float:
+def _scale(cotangent: Tensor, half_target: float | None) -> float:
     """A power of two by which a job's cotangents [n, K] are multiplied on their way through a float16 model."""
-    largest = float(cotangent.abs().max()) if dtype == torch.float16 else 0.0
+    if half_target is None:
+        return 1.0
+    largest = float(cotangent.abs().max())
     if not 0 < largest < float("inf"):
         return 1.0
-    return 2.0 ** math.floor(math.log2(_HALF_TARGET / largest))
+    return 2.0 ** math.floor(math.log2(half_target / largest))
 
 
 def _checked(loss: _Loss, gradient: Tensors) -> Computed | Invalid:
