@@ -7,6 +7,7 @@ Letters: N tokens, n rows of a pool, H query heads, Hkv key heads, G = H / Hkv, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -90,12 +91,12 @@ class Kernels(Protocol):
         ...
 
 
-class OneByOne:
+class OneByOne(ABC):
     """Attention over packed rows as one call per sequence, for kernels that have nothing better."""
 
+    @abstractmethod
     def causal(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """See Kernels."""
-        raise NotImplementedError
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float, window: int | None) -> Tensor:
         """See Kernels."""
