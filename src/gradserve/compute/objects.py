@@ -73,12 +73,10 @@ class ObjectStore:
         """Write into the fast tier; returns the digest. Writing the same bytes again changes nothing."""
         digest = self.digest(data)
         target = self.fast / (digest + SUFFIX)
-        if not target.exists():
+        if not _renew(target):
             temporary = self.fast / f"{digest}.{secrets.token_hex(4)}.tmp"
             temporary.write_bytes(data)
             temporary.rename(target)
-        else:
-            target.touch()  # young again: the janitor leaves young objects alone
         return digest
 
     def temporary(self) -> Path:
@@ -90,11 +88,11 @@ class ObjectStore:
         with open(file, "rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
         target = self.fast / (digest + SUFFIX)
-        if target.exists():
+        if _renew(target):
             file.unlink()  # others may have mapped the one that is there
         else:
+            os.utime(file)  # young from now on, however long the writing took
             file.rename(target)
-        target.touch()  # young from now on, however long the writing took: the janitor leaves young objects alone
         return digest
 
     def path(self, digest: str) -> Path:
@@ -157,6 +155,19 @@ class ObjectStore:
         for file in self._places(digest):
             file.unlink(missing_ok=True)
 
+    def discard_older_than(self, digest: str, age_s: float) -> None:
+        """The same, unless it was written again meanwhile: a copy that is young now stays."""
+        for file in self._places(digest):
+            aside = file.with_name(f"{digest}.{secrets.token_hex(4)}.tmp")
+            try:
+                file.rename(aside)  # so that nobody can renew it between the look and the removal
+            except FileNotFoundError:
+                continue
+            if time.time() - aside.stat().st_mtime < age_s and not file.exists():
+                aside.rename(file)
+            else:
+                aside.unlink()
+
     def discard_fast(self, digest: str) -> None:
         """Remove only the fast copy of an object."""
         (self.fast / (digest + SUFFIX)).unlink(missing_ok=True)
@@ -191,6 +202,15 @@ class ObjectStore:
 def _is_whole(path: Path, digest: str) -> bool:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest() == digest
+
+
+def _renew(file: Path) -> bool:
+    """Make an object young again, so that the janitor leaves it alone; False if it is not (or no longer) there."""
+    try:
+        os.utime(file)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _older_than(root: Path, age_s: float) -> list[str]:

@@ -74,7 +74,7 @@ class Janitor:
         live |= await self._store.live_digests()
         live |= self._in_use()
         for digest in {*fast, *durable} - live:
-            self._objects.discard(digest)
+            self._objects.discard_older_than(digest, _GRACE_S)  # not what was made again while we looked
         await self._demote(live - self._hot())
 
     async def _demote(self, cold: set[str]) -> None:
