@@ -51,14 +51,7 @@ def adamw_step(
     parameter.grad = _flat(gradient, names) if gradient else torch.zeros_like(parameter)
     limit = adam.grad_clip_norm if adam.grad_clip_norm > 0 else float("inf")
     norm = torch.nn.utils.clip_grad_norm_([parameter], limit)
-    optimizer = torch.optim.AdamW(
-        [parameter],
-        lr=adam.learning_rate,
-        betas=(adam.beta1, adam.beta2),
-        eps=adam.eps,
-        weight_decay=adam.weight_decay,
-        fused=True,
-    )
+    optimizer = _adamw(parameter, adam, fused=True)
     optimizer.state[parameter] = _state(moments, names, parameter)
     optimizer.step()
     if not all_finite([parameter]):
@@ -67,6 +60,18 @@ def adamw_step(
     new_moments = _split(state["exp_avg"], shapes, _FIRST) | _split(state["exp_avg_sq"], shapes, _SECOND)
     metrics = {"grad_norm": norm.item(), "learning_rate": adam.learning_rate}
     return _split(parameter.detach(), shapes), new_moments | {_STEP: state["step"]}, metrics
+
+
+def _adamw(parameter: Tensor, adam: AdamParams, fused: bool) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        [parameter],
+        lr=adam.learning_rate,
+        betas=(adam.beta1, adam.beta2),
+        eps=adam.eps,
+        weight_decay=adam.weight_decay,
+        foreach=False,
+        fused=fused,
+    )
 
 
 def _flat(tensors: Tensors, names: list[str], suffix: str = "") -> Tensor:
@@ -112,14 +117,7 @@ def adamw_step_in_place(weights: Tensors, moments: Tensors, gradient: Tensors, a
     for name in names:
         parameter = weights[name].detach().requires_grad_()
         parameter.grad = gradient[name] * scale if gradient else torch.zeros_like(parameter)
-        optimizer = torch.optim.AdamW(
-            [parameter],
-            lr=adam.learning_rate,
-            betas=(adam.beta1, adam.beta2),
-            eps=adam.eps,
-            weight_decay=adam.weight_decay,
-            foreach=False,
-        )
+        optimizer = _adamw(parameter, adam, fused=False)
         state = {"step": step.clone(), "exp_avg": moments[name + _FIRST], "exp_avg_sq": moments[name + _SECOND]}
         optimizer.state[parameter] = state
         optimizer.step()
