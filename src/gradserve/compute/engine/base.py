@@ -72,6 +72,8 @@ class Base:
             spec.path, config=config, dtype=dtype, local_files_only=True, attn_implementation=NAME
         )
         model.to(device).eval().requires_grad_(False)
+        if kernels.groups_freely and model.dtype == torch.float32 and device.type == "cpu":
+            _store_by_input(model)
         return cls(spec.name, spec.path, model, device, kernels, threads)
 
     def hidden(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
@@ -143,6 +145,17 @@ class Bases:
                 raise Invalid("unknown_base", f"this worker has no base model {name!r}")
             self._loaded[name] = Base.load(self._specs[name], self._device, self._dtype, self._kernels, self._threads)
         return self._loaded[name]
+
+
+def _store_by_input(model: Any) -> None:
+    """Lay the layers' matrices out as [in, out] in memory; to all who use them they are [out, in] as before.
+
+    The library need not transpose them then: products of 8 to 128 rows (decoding) take 0.75 to 0.95 of the time, those
+    of a thousand (training, both ways) as long as before. Not the head, which may also be the embedding, read by row.
+    """
+    for module in model.model.layers.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data = module.weight.data.t().contiguous().t()
 
 
 def _check(name: str, config: Any) -> None:
