@@ -45,7 +45,10 @@ R = TypeVar("R", bound=RunRequest)
 
 async def live_session(call: Call, session_id: str) -> Session:
     """The tenant's session. Raises NotFound, or Gone when it was finished."""
-    session = await call.store.get_session(call.tenant, session_id)
+    return _live(session_id, await call.store.get_session(call.tenant, session_id))
+
+
+def _live(session_id: str, session: Session | None) -> Session:
     if session is None:
         raise NotFound("session.unknown", f"There is no session {session_id!r}.", field="session_id")
     if session.finished is not None:
@@ -62,8 +65,22 @@ async def known_run(call: Call, run_id: str, field: str = "model_id") -> Run:
     """The tenant's run. Raises NotFound."""
     run = await call.store.get_run(call.tenant, run_id)
     if run is None:
-        raise NotFound("run.unknown", f"There is no run {run_id!r}.", field=field)
+        raise _unknown_run(run_id, field)
     return run
+
+
+async def open_run(call: Call, run_id: str) -> Run:
+    """The tenant's run, whose session goes on. Raises NotFound, Gone."""
+    found = await call.store.get_run_and_session(call.tenant, run_id)
+    if found is None:
+        raise _unknown_run(run_id, "model_id")
+    run, session = found
+    _live(run.session_id, session)
+    return run
+
+
+def _unknown_run(run_id: str, field: str) -> NotFound:
+    return NotFound("run.unknown", f"There is no run {run_id!r}.", field=field)
 
 
 def op_id(scope: str, seq: int) -> str:
@@ -142,8 +159,7 @@ async def submit_to_run(
     try:
         request = decode_json(raw, body_type)
         seq = sequence(request.seq_id, "seq_id", 1)
-        run = await known_run(call, request.model_id)
-        await live_session(call, run.session_id)
+        run = await open_run(call, request.model_id)
         body = await build(call, run, request)
     except UserError as error:
         with suppress(msgspec.MsgspecError, UnicodeDecodeError):

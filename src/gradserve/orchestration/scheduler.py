@@ -202,14 +202,14 @@ class Scheduler:
                     lane.run = _after(lane.run, settlement)
                 lane.end(op.seq)
                 self._launch(lane)
-            await self._store.settle(settlement)
+            first = await self._store.settle(settlement)
         finally:
             self._samples.discard(op.id)
             self._cancelled.discard(op.id)
             for digest in held:
                 self._held[digest] -= 1
             self._held = +self._held
-        self._wakeups.ended(op.id)
+        self._wakeups.ended(op.id, _as_stored(op, settlement) if first else None)
         if op.id in self._streams:
             self._streams[op.id].close()
         if op.kind in ("optim_step", "load_weights"):
@@ -347,6 +347,21 @@ def _after(run: Run, settlement: Settlement) -> Run:
     assert settlement.run is not None
     changes = {name: getattr(settlement.run, name) for name in settlement.run.__struct_fields__}
     return msgspec.structs.replace(run, **changes)
+
+
+def _as_stored(op: Op, end: Settlement) -> Op:
+    """The Op as the store has it after ``end``, without its body."""
+    return msgspec.structs.replace(
+        op,
+        body=b"",
+        state=end.state,
+        ended_at=end.ended_at,
+        result=end.result,
+        content_type=end.content_type,
+        problem=end.problem,
+        weights=end.weights,
+        version=end.version,
+    )
 
 
 def _worker_lost(exhausted: AttemptsExhausted) -> Problem:

@@ -262,6 +262,10 @@ class Store(Protocol):
 
     # runs
     async def get_run(self, tenant: str | None, run_id: str) -> Run | None: ...
+    async def get_run_and_session(self, tenant: str, run_id: str) -> tuple[Run, Session | None] | None:
+        """A run and the session that it was made in."""
+        ...
+
     async def list_runs(self, tenant: str | None, limit: int, offset: int) -> tuple[list[Run], Page]:
         """Newest first."""
         ...

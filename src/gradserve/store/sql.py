@@ -123,6 +123,9 @@ class SqlStore(Store):
     async def get_run(self, tenant: str | None, run_id: str) -> Run | None:
         return await self._read(runs.get, tenant, run_id)
 
+    async def get_run_and_session(self, tenant: str, run_id: str) -> tuple[Run, Session | None] | None:
+        return await self._read(runs.get_with_session, tenant, run_id)
+
     async def list_runs(self, tenant: str | None, limit: int, offset: int) -> tuple[list[Run], Page]:
         return await self._read(runs.page, tenant, limit, offset)
 

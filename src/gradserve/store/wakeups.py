@@ -12,8 +12,8 @@ from gradserve.store.base import Op
 class Wakeups:
     """Belongs to one event loop.
 
-    The gateway calls ``submitted``, ``cancel``, ``waiter`` and ``wait``; orchestration ``take_submitted``,
-    ``take_cancels`` and ``ended``.
+    The gateway calls ``submitted``, ``cancel``, ``is_coming``, ``waiter`` and ``wait``; orchestration
+    ``take_submitted``, ``take_cancels`` and ``ended``.
     """
 
     def __init__(self) -> None:
@@ -21,11 +21,14 @@ class Wakeups:
         self._cancels: list[tuple[Op, asyncio.Future[bool]]] = []
         self._arrived = asyncio.Event()
         self._closed = False
-        self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
+        self._coming: dict[str, str] = {}
+        self._waiting: defaultdict[str, set[asyncio.Future[Op | None]]] = defaultdict(set)
 
     def submitted(self, op: Op) -> None:
         """An Op is in the journal (accepted or rejected: both may let its run go on)."""
         self._new.append(op)
+        if op.state == "accepted":
+            self._coming[op.id] = op.tenant
         self._arrived.set()
 
     def cancel(self, op: Op) -> asyncio.Future[bool]:
@@ -51,11 +54,16 @@ class Wakeups:
         taken, self._new = self._new, []
         return taken
 
-    def ended(self, op_id: str) -> None:
-        """The Op's result is in the store: wake everybody who waits for it."""
+    def is_coming(self, tenant: str, op_id: str) -> bool:
+        """Whether the tenant's Op was submitted here and ``ended`` is still to come, with its result."""
+        return self._coming.get(op_id) == tenant
+
+    def ended(self, op_id: str, outcome: Op | None = None) -> None:
+        """The Op's result is in the store: wake everybody who waits for it, with the Op as stored if it is at hand."""
+        self._coming.pop(op_id, None)
         for waiter in self._waiting.pop(op_id, ()):
             if not waiter.done():
-                waiter.set_result(None)
+                waiter.set_result(outcome)
 
     def release(self) -> None:
         """The server stops: nobody waits from now on, so that connections end in order instead of being cut."""
@@ -66,22 +74,24 @@ class Wakeups:
         for op_id in list(self._waiting):
             self.ended(op_id)
 
-    def waiter(self, op_id: str) -> asyncio.Future[None]:
+    def waiter(self, op_id: str) -> asyncio.Future[Op | None]:
         """A future that ``ended`` completes; make it before looking into the store, so that nothing is missed.
 
         Hand it to :meth:`wait`, which also forgets it.
         """
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[Op | None] = asyncio.get_running_loop().create_future()
         self._waiting[op_id].add(waiter)
         return waiter
 
-    async def wait(self, op_id: str, waiter: asyncio.Future[None], timeout: float) -> bool:
-        """Wait for a future made by :meth:`waiter`; a timeout of 0 only forgets it."""
+    async def wait(self, op_id: str, waiter: asyncio.Future[Op | None], timeout: float) -> Op | None:
+        """Wait for a future made by :meth:`waiter`; a timeout of 0 only forgets it.
+
+        The ended Op without its body, or None: ask the store.
+        """
         try:
-            await asyncio.wait_for(waiter, 0 if self._closed else timeout)
-            return True
+            return await asyncio.wait_for(waiter, 0 if self._closed else timeout)
         except TimeoutError:
-            return False
+            return None
         finally:
             waiting = self._waiting.get(op_id)
             if waiting is not None:

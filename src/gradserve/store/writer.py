@@ -132,10 +132,21 @@ def _run(connection: Connection, batch: Sequence[_Job]) -> list[_Outcome]:
     the missing savepoint leads here too.
     """
     try:
+        if len(batch) == 1:
+            with connection.begin():
+                return [_alone(connection, batch[0])]
         with connection.begin():
             return [_attempt(connection, job) for job in batch]
     except Exception as error:  # whatever it was, the thread must live and callers must be answered
         return [_Outcome(error=_plain(error)) for _ in batch]
+
+
+def _alone(connection: Connection, job: _Job) -> _Outcome:
+    """A call that has the transaction to itself needs no savepoint; one that lost the transaction has failed."""
+    value = job.work(connection)
+    if not connection.connection.in_transaction:
+        raise StoreError("the database gave up the transaction")
+    return _Outcome(value)
 
 
 def _attempt(connection: Connection, job: _Job) -> _Outcome:

@@ -74,17 +74,24 @@ def _unknown(request_id: str) -> NotFound:
 
 
 async def _ended(call: Call, request_id: str, patience_s: float) -> Op | None:
-    """The Op once it has ended, or as it is after ``patience_s``."""
+    """The Op once it has ended, or as it is after ``patience_s``.
+
+    Of an Op that runs the store need not be asked: the scheduler hands its end on as it was stored.
+    """
     wakeups = call.gateway.wakeups
     # Made before the first look, so that an end in between is not missed.
     waiter = wakeups.waiter(request_id)
-    waits = False
+    op: Op | None = None
+    waits = wakeups.is_coming(call.tenant, request_id)
     try:
-        op = await call.store.get_outcome(call.tenant, request_id)
-        waits = op is not None and op.state == "accepted"
+        if not waits:
+            op = await call.store.get_outcome(call.tenant, request_id)
+            waits = op is not None and op.state == "accepted"
     finally:
-        await wakeups.wait(request_id, waiter, patience_s if waits else 0)
-    return await call.store.get_outcome(call.tenant, request_id) if waits else op
+        ended = await wakeups.wait(request_id, waiter, patience_s if waits else 0)
+    if not waits:  # then ``ended`` may be another tenant's
+        return op
+    return ended or await call.store.get_outcome(call.tenant, request_id)
 
 
 def _result(op: Op) -> Response:

@@ -14,9 +14,8 @@ from gradserve.gateway.submit import (
     accept,
     consume,
     future_of,
-    known_run,
-    live_session,
     make_op,
+    open_run,
     submit_to_run,
 )
 from gradserve.gateway.validate.models import adam_params, known_model, only_adamw, sequence
@@ -36,8 +35,7 @@ async def forward_backward(call: Call) -> Response:
     request, size = await _read(call)
     try:
         seq = sequence(request.seq_id, "seq_id", 1)
-        run = await known_run(call, request.model_id)
-        await live_session(call, run.session_id)
+        run = await open_run(call, request.model_id)
         facts = known_model(call.gateway.catalog, run.base, "model_id")
         body = await _checked(request, facts, call.gateway.settings.max_body_bytes, size)
     except UserError as error:

@@ -24,9 +24,9 @@ from gradserve.gateway.submit import (
     consume,
     future_of,
     is_replay,
-    known_run,
     live_session,
     make_op,
+    open_run,
     submit_to_run,
 )
 from gradserve.gateway.validate.models import (
@@ -138,8 +138,7 @@ async def load_weights(call: Call) -> Response:
 async def _load_into(call: Call, request: LoadWeightsBody, model_id: str, seq: int) -> Response:
     try:
         sequence(seq, "seq_id", 1)
-        run = await known_run(call, model_id)
-        await live_session(call, run.session_id)
+        run = await open_run(call, model_id)
         _refuse_unserved(request)
         if not await is_replay(call, run.id, seq):
             _check_fits(await _loadable(call, request), run)

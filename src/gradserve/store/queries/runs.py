@@ -7,7 +7,8 @@ from msgspec.structs import asdict
 from sqlalchemy import bindparam
 from sqlalchemy.engine import Connection
 
-from gradserve.store.base import IdentityConflict, Page, Run, RunUpdate
+from gradserve.store.base import IdentityConflict, Page, Run, RunUpdate, Session
+from gradserve.store.queries import sessions
 from gradserve.store.queries.common import matching, newest_first, page_of, visible
 from gradserve.store.tables import fields, insert_if_new, ops, runs
 
@@ -43,6 +44,11 @@ def create(connection: Connection, run: Run) -> None:
 def get(connection: Connection, tenant: str | None, run_id: str) -> Run | None:
     row = connection.execute(_BY_ID, {"key": run_id}).first()
     return visible(None if row is None else Run(*row), tenant)
+
+
+def get_with_session(connection: Connection, tenant: str, run_id: str) -> tuple[Run, Session | None] | None:
+    run = get(connection, tenant, run_id)
+    return None if run is None else (run, sessions.get(connection, tenant, run.session_id))
 
 
 def page(connection: Connection, tenant: str | None, limit: int, offset: int) -> tuple[list[Run], Page]:
