@@ -84,7 +84,10 @@ def prompt(*tokens: int) -> dict[str, Any]:
 class Gate:
     """A client of the gateway, and the scheduler's side of its store."""
 
-    def __init__(self, client: TestClient, store: SqlStore, wakeups: Wakeups, objects: ObjectStore) -> None:
+    def __init__(
+        self, app: FastAPI, client: TestClient, store: SqlStore, wakeups: Wakeups, objects: ObjectStore
+    ) -> None:
+        self.app = app
         self.client = client
         self.store = store
         self.wakeups = wakeups
@@ -234,7 +237,7 @@ def opened(root: Path, **settings: Any) -> Iterator[Gate]:
         lifespan=lifespan,
     )
     with TestClient(app, raise_server_exceptions=False) as client:
-        yield Gate(client, store, wakeups, objects)
+        yield Gate(app, client, store, wakeups, objects)
 
 
 def problem(response: Reply) -> dict[str, Any]:

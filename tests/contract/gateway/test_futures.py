@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
+import msgspec
 import numpy as np
+from starlette.requests import Request
 
+from gradserve.gateway.call import Call
+from gradserve.gateway.routes import futures
+from gradserve.store.base import Op
 from gradserve.wire.data import Array
 from gradserve.wire.ops import ForwardBackward, OptimStep, SaveWeights, decode_body
 from tests.contract.gateway.gate import Gate, batch, problem, row
@@ -20,6 +26,31 @@ def test_result_can_be_read_more_than_once(gate: Gate) -> None:
     for _ in range(2):
         answer = gate.retrieve(request_id)
         assert (answer.status_code, answer.json()) == (200, {"metrics": {"x": 1.0}})
+
+
+def test_the_end_of_a_running_op_is_handed_on_to_its_tenant_only(gate: Gate) -> None:
+    """Whoever waits while it ends gets it from memory; another tenant that asks in that moment still gets a 404."""
+    run = gate.run()
+    request_id = gate.forward_backward(batch(run, 1)).json()["request_id"]
+    op = gate.op(request_id)
+    ended = msgspec.structs.replace(op, body=b"", state="done", result=b"{}", content_type="application/json")
+    assert gate.wakeups.is_coming(op.tenant, request_id)
+    assert not gate.wakeups.is_coming("somebody else", request_id)
+
+    async def ask(tenant: str) -> Op | None:
+        call = Call(gate.app.state.gateway, Request({"type": "http"}), tenant)
+        asking = asyncio.create_task(futures._ended(call, request_id, 5.0))
+        await asyncio.sleep(0)  # it waits now, or asks the store
+        gate.wakeups.ended(request_id, ended)
+        return await asking
+
+    assert gate.on_loop(lambda: ask(op.tenant)) is ended, "not read from the store again"
+    gate.on_loop(lambda: _submitted_again(gate, op))
+    assert gate.on_loop(lambda: ask("somebody else")) is None
+
+
+async def _submitted_again(gate: Gate, op: Op) -> None:
+    gate.wakeups.submitted(op)
 
 
 def test_failures_say_who_can_mend_them(gate: Gate) -> None:

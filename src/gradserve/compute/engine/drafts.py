@@ -1,11 +1,7 @@
-"""Objects in the making: safetensors files whose pages are the tensors, so that what is computed is already written.
-
-The layout is safetensors' own: eight bytes of header length, a JSON header padded to eight bytes, the data.
-"""
+"""Objects in the making: safetensors files whose pages are the tensors, so that what is computed is already written."""
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
@@ -16,19 +12,8 @@ import torch
 from torch import Tensor
 
 from gradserve.compute.engine.lora import Tensors
+from gradserve.compute.engine.tensorfile import layout
 from gradserve.compute.objects import ObjectStore
-
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The dtypes that objects are made of."""
 
 
 class Draft:
@@ -44,7 +29,7 @@ class Draft:
         self._store = store
         self._file = store.temporary()
         self._like = like
-        header, places = _layout(like, metadata)
+        header, places = layout(like, metadata)
         self._header_bytes = len(header)
         try:
             self._pages = _map(self._file, header, places, like)
@@ -62,7 +47,7 @@ class Draft:
         ``metadata`` takes the place of what the draft was made with, and must be as long.
         """
         if metadata is not None:
-            self._write_header(_layout(self._like, metadata)[0])
+            self._write_header(layout(self._like, metadata)[0])
         if not self._on_host:
             for name, tensor in self.tensors.items():
                 self._pages[name].copy_(tensor)
@@ -81,22 +66,6 @@ class Draft:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.unlink(missing_ok=True)
-
-
-def _layout(like: Tensors, metadata: dict[str, str] | None) -> tuple[bytes, dict[str, int]]:
-    """The file's beginning, and where in the file each tensor starts; the widest dtypes come first, then by name."""
-    entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
-    offsets: dict[str, int] = {}
-    at = 0
-    for name, tensor in sorted(like.items(), key=lambda item: (-item[1].element_size(), item[0])):
-        end = at + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
-        offsets[name] = at
-        at = end
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    return header, {name: len(header) + offset for name, offset in offsets.items()}
 
 
 def _map(file: Path, header: bytes, places: dict[str, int], like: Tensors) -> Tensors:

@@ -20,12 +20,17 @@ from torch import Tensor
 from gradserve.compute.engine.lora import Tensors
 
 _NAMES = {
+    torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
+"""The dtypes that objects are made of."""
+
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
@@ -34,27 +39,32 @@ _METADATA = "__metadata__"
 
 def dump(tensors: Tensors, metadata: dict[str, str] | None = None) -> bytearray:
     """The bytes of a safetensors file; the same tensors give the same bytes, whatever their order in the dict."""
-    # Larger items first, as the library does: then all are aligned.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header = _header(ordered, metadata)
-    data = bytearray(len(header) + sum(tensor.nbytes for _, tensor in ordered))
+    header, places = layout(tensors, metadata)
+    data = bytearray(len(header) + sum(tensor.nbytes for tensor in tensors.values()))
     data[: len(header)] = header
     if len(data) > len(header):
         whole = torch.frombuffer(data, dtype=torch.uint8, offset=len(header))
-        torch.cat([tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for _, tensor in ordered], out=whole)
+        torch.cat([tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8) for name in places], out=whole)
     return data
 
 
-def _header(ordered: list[tuple[str, Tensor]], metadata: dict[str, str] | None) -> bytes:
+def layout(tensors: Tensors, metadata: dict[str, str] | None) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a file of such tensors (meta tensors will do), and where in the file each one starts, in order.
+
+    Larger items come first, as in the library's files: then all are aligned.
+    """
     entries: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))} if metadata else {}
+    offsets: dict[str, int] = {}
     at = 0
-    for name, tensor in ordered:
-        end = at + tensor.nbytes
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
+        end = at + tensor.numel() * tensor.element_size()
         entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        offsets[name] = at
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    return _LENGTH.pack(len(text)) + text
+    header = _LENGTH.pack(len(text)) + text
+    return header, {name: len(header) + offset for name, offset in offsets.items()}
 
 
 def load(file: Path, device: torch.device) -> tuple[Tensors, dict[str, str]]:
