@@ -25,6 +25,7 @@ from gradserve.store.base import (
     Session,
     Settlement,
     Store,
+    Version,
 )
 from gradserve.store.sql import SqlStore
 from gradserve.wire.errors import Problem
@@ -95,6 +96,21 @@ def a_checkpoint(name: str = "c", **other: Any) -> Checkpoint:
         created_at=1.0,
     )
     return msgspec.structs.replace(checkpoint, **other)
+
+
+def a_version(**other: Any) -> Version:
+    version = Version(
+        run_id="r",
+        tenant="acme",
+        version=1,
+        seq=2,
+        weights="w1",
+        moments="m1",
+        cause="steps",
+        size_bytes=1 << 33,
+        created_at=1.0,
+    )
+    return msgspec.structs.replace(version, **other)
 
 
 def a_line(seq: int = 0, amount: str = "0", **other: Any) -> LedgerLine:

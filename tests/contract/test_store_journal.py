@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from gradserve.store.base import IdentityConflict, RunUpdate, Store
+from gradserve.store.base import IdentityConflict, RunUpdate, Settlement, Store
 from tests.contract.store_cases import (
     PROBLEM,
     a_checkpoint,
     a_line,
     a_run,
     a_sampler,
+    a_version,
     an_op,
     create_run,
     cursor_of,
@@ -51,7 +52,7 @@ async def test_replay_returns_the_op_as_it_is_now(store: Store) -> None:
     assert await store.submit(op) == (done, False)
 
     await store.expire_results(51.0)
-    expired = msgspec.structs.replace(done, state="expired", body=b"", result=None)
+    expired = msgspec.structs.replace(done, state="expired", result=None)
     assert await store.submit(op) == (expired, False)
 
 
@@ -355,10 +356,33 @@ async def test_results_expire_by_when_they_ended(store: Store) -> None:
     old, edge = await store.get_op(None, "r:0"), await store.get_op(None, "r:1")
     assert old is not None
     assert edge is not None
-    assert (old.state, old.body, old.result, old.ended_at) == ("expired", b"", None, 5.0)
+    assert (old.state, old.body, old.result, old.ended_at) == ("expired", b"body 0", None, 5.0)
     assert (edge.state, edge.body, edge.result) == ("done", b"body 1", b"\0ok")
     assert await store.expire_results(1e9) == 2
     assert await store.unfinished_ops() == [an_op(3)]
+
+
+@each_store
+async def test_bodies_are_kept_until_a_durable_version_covers_them(store: Store) -> None:
+    """They are what a replay runs again; a failed Op and a sample change no weights, so theirs go with the result."""
+    await create_run(store)
+    sample = msgspec.structs.replace(an_op(1), id="s:1", scope="s", kind="sample")
+    for op in (an_op(1), an_op(2), an_op(3), sample):
+        await store.submit(op)
+    for op in (an_op(1), an_op(3), sample):
+        await store.settle(end(op, ended_at=5.0))
+    await store.settle(Settlement("r:2", "failed", 5.0, problem=PROBLEM))
+
+    async def bodies() -> dict[str, bool]:
+        found = [await store.get_op(None, key) for key in ("r:1", "r:2", "r:3", "s:1")]
+        return {op.id: bool(op.body) for op in found if op is not None}
+
+    await store.expire_results(1e9)
+    assert await bodies() == {"r:1": True, "r:2": False, "r:3": True, "s:1": False}
+    await store.put_version(a_version(seq=2))
+    await store.expire_results(1e9)
+    assert await bodies() == {"r:1": False, "r:2": False, "r:3": True, "s:1": False}
+    assert [op.seq for op in await store.training_ops("r", 2, 9)] == [3]
 
 
 @each_store

@@ -60,6 +60,8 @@ class Run(msgspec.Struct, frozen=True):
     gradients: tuple[tuple[int, str], ...] = ()
     cursor: int = -1
     corrupted: bool = False
+    parent: str | None = None
+    client_state: str | None = None
 
 
 class SamplingSession(msgspec.Struct, frozen=True):
@@ -97,6 +99,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     expires_at: float | None = None
     public: bool = False
     user_metadata: dict[str, str] = {}
+    client_state: str | None = None
 
     @property
     def path(self) -> str:
@@ -169,6 +172,68 @@ class LedgerTotal(msgspec.Struct, frozen=True):
     amount_usd: Decimal
 
 
+VersionCause = Literal["steps", "age", "replay", "save", "load", "rollback", "recovery"]
+
+
+class Version(msgspec.Struct, frozen=True):
+    """A state of a run that survives power loss: what the run was after the Op at ``seq``, between two optimizer steps.
+
+    ``version`` counts optimizer steps. Its arrays are in the durable tier; ``manifest`` (JSON, see
+    docs/reference/durability.md) names everything that a resume needs, each thing with its digest. A replay starts at
+    the newest one that is whole. It never starts before one of cause "load", "rollback" or "recovery": these changed
+    the run by something that is not in the journal's bodies.
+    """
+
+    run_id: str
+    tenant: str
+    version: int
+    seq: int
+    weights: str
+    moments: str | None
+    cause: VersionCause
+    size_bytes: int
+    created_at: float
+    manifest: str = "{}"
+
+
+EventKind = Literal[
+    "worker_lost",
+    "recovered",
+    "recovered_differently",
+    "weights_lost",
+    "loaded",
+    "rolled_back",
+    "forked",
+    "checkpoint_expires",
+    "checkpoint_expired",
+    "storage_alarm",
+    "storage_well",
+]
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Something that happened to a run, or (``run_id`` None) to the server, in one line for people."""
+
+    at: float
+    kind: EventKind
+    detail: str
+    tenant: str | None = None
+    run_id: str | None = None
+    seq: int | None = None
+
+
+class Metrics(msgspec.Struct, frozen=True):
+    """What one Op of a run measured. ``version`` is the run's after the Op."""
+
+    run_id: str
+    tenant: str
+    seq: int
+    version: int
+    kind: OpKind
+    at: float
+    values: dict[str, float]
+
+
 class RunUpdate(msgspec.Struct, frozen=True):
     """The run's row after an Op: all fields are written. ``lora`` and ``base`` change only by create-via-load."""
 
@@ -195,6 +260,9 @@ class Settlement(msgspec.Struct, frozen=True):
     checkpoint: Checkpoint | None = None
     sampling_session: SamplingSession | None = None
     ledger: LedgerLine | None = None
+    durable: Version | None = None
+    metrics: Metrics | None = None
+    event: Event | None = None
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -211,6 +279,10 @@ class IdentityConflict(Exception):
 
 class StoreError(Exception):
     """The database can't do it: disk full, damaged, locked, of another version. Nothing was written."""
+
+
+class Fenced(StoreError):
+    """Another server has taken this database over; nothing of this one is written any more."""
 
 
 class Store(Protocol):
@@ -257,7 +329,14 @@ class Store(Protocol):
         ...
 
     async def expire_results(self, ended_before: float) -> int:
-        """Empty bodies and results of Ops that ended earlier (state "expired"); returns how many."""
+        """Empty the results of Ops that ended earlier (state "expired"); returns how many.
+
+        Their bodies go too, but those of training Ops only when a durable version covers them.
+        """
+        ...
+
+    async def training_ops(self, run_id: str, after_seq: int, to_seq: int) -> list[Op]:
+        """The run's ended Ops with after_seq < seq <= to_seq, by seq, with their bodies: what a replay runs again."""
         ...
 
     # runs
@@ -271,6 +350,39 @@ class Store(Protocol):
         ...
 
     async def runs_of_session(self, tenant: str, session_id: str) -> list[Run]: ...
+
+    async def restore(self, tenant: str, update: RunUpdate, durable: Version | None, event: Event) -> None:
+        """Give the run another state, outside its Ops: a replay gave other bits, or somebody went back."""
+        ...
+
+    async def set_client_state(self, tenant: str, run_id: str, digest: str | None) -> bool:
+        """Which object holds the client's own state of the run; False when there is no such run."""
+        ...
+
+    # durable versions, metrics, events
+    async def put_version(self, version: Version) -> None: ...
+    async def list_versions(self, tenant: str | None, run_id: str) -> list[Version]:
+        """Newest first."""
+        ...
+
+    async def retain_versions(self, keep: int, finished_before: float) -> list[Version]:
+        """Delete, and return, those of every run beyond its ``keep`` newest, and those that were made before
+        ``finished_before`` of runs whose session is finished.
+        """
+        ...
+
+    async def list_metrics(
+        self, tenant: str | None, run_id: str, limit: int, offset: int
+    ) -> tuple[list[Metrics], Page]:
+        """Oldest first."""
+        ...
+
+    async def add_event(self, event: Event) -> None: ...
+    async def list_events(
+        self, tenant: str | None, run_id: str | None, limit: int, offset: int
+    ) -> tuple[list[Event], Page]:
+        """Newest first. Without a run: all that the tenant may see, the server's own included."""
+        ...
 
     # sampling sessions
     async def put_sampling_session(self, session: SamplingSession) -> SamplingSession:

@@ -6,6 +6,8 @@ applied in that order, reads included. Cancelling the wait does not undo the cal
 
 from __future__ import annotations
 
+import os
+import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,17 +18,32 @@ from sqlalchemy.engine import Connection
 from gradserve.store import schema
 from gradserve.store.base import (
     Checkpoint,
+    Event,
     LedgerLine,
     LedgerTotal,
+    Metrics,
     Op,
     Page,
     Run,
+    RunUpdate,
     SamplingSession,
     Session,
     Settlement,
     Store,
+    Version,
 )
-from gradserve.store.queries import checkpoints, digests, ledger, ops, runs, samplers, sessions
+from gradserve.store.queries import (
+    checkpoints,
+    digests,
+    history,
+    leases,
+    ledger,
+    ops,
+    runs,
+    samplers,
+    sessions,
+    versions,
+)
 from gradserve.store.writer import CommitThread
 from gradserve.wire.errors import Problem
 
@@ -39,8 +56,10 @@ _MAX_SUMS = 1024
 class SqlStore(Store):
     """Make one by :meth:`at` or :meth:`in_memory`; it belongs to the event loop that opens it, once."""
 
-    def __init__(self, connect: Callable[[], Connection], now: Callable[[], float]) -> None:
+    def __init__(self, connect: Callable[[], Connection], now: Callable[[], float], *, read_only: bool = False) -> None:
         self._connect = connect
+        self._read_only = read_only
+        self._epoch: int | None = None
         self._now = now
         self._thread = CommitThread("gradserve-store")
         self._sums: dict[tuple[str | None, str | None, str | None], ledger.Sum] = {}
@@ -54,7 +73,7 @@ class SqlStore(Store):
         """
         place = Path(path)
         opener = schema.open_read_only if read_only else schema.open_file
-        return cls(lambda: opener(place), now)
+        return cls(lambda: opener(place), now, read_only=read_only)
 
     @classmethod
     def in_memory(cls, *, now: Callable[[], float] = time.time) -> SqlStore:
@@ -62,8 +81,18 @@ class SqlStore(Store):
         return cls(schema.open_memory, now)
 
     async def open(self) -> None:
-        """Raises StoreError when the database is from a newer gradserve or not one of ours."""
-        await self._thread.start(self._connect)
+        """Raises StoreError when the database is from a newer gradserve or not one of ours.
+
+        One that may write takes the database over: an earlier one gets Fenced at its next write.
+        """
+        await self._thread.start(self._connect, self._check_lease)
+        if not self._read_only:
+            holder = f"process {os.getpid()} on {platform.node()}"
+            self._epoch = await self._thread.call(lambda c: leases.take(c, holder, self._now()), writes=False)
+
+    def _check_lease(self, connection: Connection) -> None:
+        if self._epoch is not None:
+            leases.require(connection, self._epoch)
 
     async def close(self) -> None:
         """Applies what was queued, then closes. Later calls raise RuntimeError."""
@@ -116,7 +145,12 @@ class SqlStore(Store):
         expired = 0
         while some := await self._write(ops.expire_some, ended_before):
             expired += some
+        while await self._write(ops.drop_covered_bodies, ended_before):
+            pass
         return expired
+
+    async def training_ops(self, run_id: str, after_seq: int, to_seq: int) -> list[Op]:
+        return await self._read(ops.training, run_id, after_seq, to_seq)
 
     # runs
 
@@ -131,6 +165,36 @@ class SqlStore(Store):
 
     async def runs_of_session(self, tenant: str, session_id: str) -> list[Run]:
         return await self._read(runs.of_session, tenant, session_id)
+
+    async def restore(self, tenant: str, update: RunUpdate, durable: Version | None, event: Event) -> None:
+        await self._write(_restore, tenant, update, durable, event)
+
+    async def set_client_state(self, tenant: str, run_id: str, digest: str | None) -> bool:
+        return await self._write(runs.set_client_state, tenant, run_id, digest)
+
+    # durable versions, metrics, events
+
+    async def put_version(self, version: Version) -> None:
+        await self._write(versions.put, version)
+
+    async def list_versions(self, tenant: str | None, run_id: str) -> list[Version]:
+        return await self._read(versions.listed, tenant, run_id)
+
+    async def retain_versions(self, keep: int, finished_before: float) -> list[Version]:
+        return await self._write(versions.retain, keep, finished_before)
+
+    async def list_metrics(
+        self, tenant: str | None, run_id: str, limit: int, offset: int
+    ) -> tuple[list[Metrics], Page]:
+        return await self._read(history.metrics_page, tenant, run_id, limit, offset)
+
+    async def add_event(self, event: Event) -> None:
+        await self._write(history.add_event, event)
+
+    async def list_events(
+        self, tenant: str | None, run_id: str | None, limit: int, offset: int
+    ) -> tuple[list[Event], Page]:
+        return await self._read(history.events_page, tenant, run_id, limit, offset)
 
     # sampling sessions
 
@@ -192,3 +256,10 @@ class SqlStore(Store):
             del self._sums[next(iter(self._sums))]
         self._sums[key] = known
         return known.total
+
+
+def _restore(connection: Connection, tenant: str, update: RunUpdate, durable: Version | None, event: Event) -> None:
+    runs.update(connection, tenant, update)
+    if durable is not None:
+        versions.put(connection, durable)
+    history.add_event(connection, event)

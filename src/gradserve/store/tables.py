@@ -124,6 +124,8 @@ runs = sa.Table(
     _json("gradients", tuple[tuple[int, str], ...]),
     _count("cursor"),
     _flag("corrupted"),
+    _text("parent", optional=True),
+    _text("client_state", optional=True),
     sa.UniqueConstraint("id"),
     sa.Index(None, "tenant", "created_at"),
     sa.Index(None, "created_at"),
@@ -166,6 +168,7 @@ checkpoints = sa.Table(
     _time("expires_at", optional=True),
     _flag("public"),
     _json("user_metadata", dict[str, str]),
+    _text("client_state", optional=True),
     sa.UniqueConstraint("run_id", "kind", "name"),
     sa.Index(None, "tenant", "created_at"),
     sa.Index(None, "run_id", "tenant", "created_at"),
@@ -234,6 +237,64 @@ ledger = sa.Table(
     # Run and session before tenant: of two usable indexes SQLite then takes the narrower one.
     sa.Index(None, "run_id", "tenant", "n"),
     sa.Index(None, "session_id", "tenant", "n"),
+)
+
+
+versions = sa.Table(
+    "versions",
+    metadata,
+    _number(),
+    _text("run_id"),
+    _text("tenant"),
+    _count("version"),
+    _count("seq"),
+    _text("weights"),
+    _text("moments", optional=True),
+    _text("cause"),
+    _count("size_bytes"),
+    _time("created_at"),
+    _text("manifest"),
+    sa.Index(None, "run_id", "n"),
+)
+
+run_metrics = sa.Table(
+    "run_metrics",
+    metadata,
+    _number(),
+    _text("run_id"),
+    _text("tenant"),
+    _count("seq"),
+    _count("version"),
+    _text("kind"),
+    _time("at"),
+    _json("values", dict[str, float]),
+    sa.Index(None, "run_id", "n"),
+)
+
+events = sa.Table(
+    "events",
+    metadata,
+    _number(),
+    _time("at"),
+    _text("kind"),
+    _text("detail"),
+    _text("tenant", optional=True),
+    _text("run_id", optional=True),
+    _count("seq", optional=True),
+    sa.Index(None, "run_id", "n"),
+    sa.Index(None, "tenant", "n"),
+)
+
+# Whose database this is: every server that opens it counts ``epoch`` up, and writes only while it is still its own.
+leases = sa.Table(
+    "leases",
+    metadata,
+    _number(),
+    _text("name"),
+    _count("epoch"),
+    _text("holder"),
+    _time("taken_at"),
+    sa.UniqueConstraint("name"),
 )
 
 

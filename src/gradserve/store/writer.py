@@ -45,9 +45,16 @@ class CommitThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._accepting = False
+        self._guard: Callable[[Connection], None] = lambda _: None
 
-    async def start(self, connect: Callable[[], Connection]) -> None:
-        """Start the thread; it makes its connection by ``connect``, whose exception is raised here."""
+    async def start(
+        self, connect: Callable[[], Connection], guard: Callable[[Connection], None] = lambda _: None
+    ) -> None:
+        """Start the thread; it makes its connection by ``connect``, whose exception is raised here.
+
+        ``guard`` is called first in every transaction that writes; what it raises fails the whole of it.
+        """
+        self._guard = guard
         if self._thread is not None:
             raise RuntimeError("the store was opened before")
         self._loop = asyncio.get_running_loop()
@@ -92,7 +99,7 @@ class CommitThread:
             while not stopping:
                 batch, stopping = self._take()
                 if batch:
-                    self._answer([job.future for job in batch], _run(connection, batch))
+                    self._answer([job.future for job in batch], _run(connection, batch, self._guard))
 
     def _take(self) -> tuple[list[_Job], bool]:
         """What has piled up (waiting for the first), and whether the end was reached."""
@@ -125,17 +132,18 @@ def _resolve(futures: Sequence[asyncio.Future[Any]], outcomes: Sequence[_Outcome
             future.set_exception(outcome.error)
 
 
-def _run(connection: Connection, batch: Sequence[_Job]) -> list[_Outcome]:
+def _run(connection: Connection, batch: Sequence[_Job], guard: Callable[[Connection], None]) -> list[_Outcome]:
     """All of ``batch`` in one transaction. When that can't be committed, all of it has failed.
 
     SQLite itself may give up a transaction in the middle (disk full): the savepoints are gone then, and the error of
     the missing savepoint leads here too.
     """
     try:
-        if len(batch) == 1:
-            with connection.begin():
-                return [_alone(connection, batch[0])]
         with connection.begin():
+            if any(job.writes for job in batch):
+                guard(connection)
+            if len(batch) == 1:
+                return [_alone(connection, batch[0])]
             return [_attempt(connection, job) for job in batch]
     except Exception as error:  # whatever it was, the thread must live and callers must be answered
         return [_Outcome(error=_plain(error)) for _ in batch]

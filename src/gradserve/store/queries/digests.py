@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from gradserve.store.tables import checkpoints, op_bodies, ops, runs, sampling_sessions, sessions
+from gradserve.store.tables import checkpoints, op_bodies, ops, runs, sampling_sessions, sessions, versions
 from gradserve.wire.ops import Sample, decode_body
 
 
@@ -25,8 +25,12 @@ _NAMED = sa.union(
     sa.select(runs.c.weights).where(_USABLE_RUN),
     sa.select(runs.c.moments).where(_USABLE_RUN),
     sa.select(sampling_sessions.c.weights).where(_USABLE_SAMPLER),
+    sa.select(runs.c.client_state),
     sa.select(checkpoints.c.weights),
     sa.select(checkpoints.c.moments),
+    sa.select(checkpoints.c.client_state),
+    sa.select(versions.c.weights),
+    sa.select(versions.c.moments),
 )
 _GRADIENTS = sa.select(runs.c.gradients).where(_USABLE_RUN)
 _WAITING_SAMPLES = (

@@ -12,9 +12,10 @@ from sqlalchemy import bindparam
 from sqlalchemy.engine import Connection
 
 from gradserve.store.base import IdentityConflict, Op, Run, Settlement
-from gradserve.store.queries import checkpoints, ledger, runs, samplers
+from gradserve.store.queries import checkpoints, history, ledger, runs, samplers, versions
 from gradserve.store.queries.common import visible
 from gradserve.store.tables import insert_if_new, op_bodies, ops
+from gradserve.store.tables import versions as versions_table
 from gradserve.wire.errors import Problem
 
 _ANY_BODY = b""
@@ -59,6 +60,24 @@ _EXPIRABLE = (
 )
 _EXPIRE = sa.update(ops).where(ops.c.n.in_(bindparam("numbers", expanding=True))).values(state="expired", result=None)
 _DROP_BODIES = sa.delete(op_bodies).where(op_bodies.c.n.in_(bindparam("numbers", expanding=True)))
+
+_TRAINING = _SELECT.where(
+    ops.c.scope == bindparam("key"),
+    ops.c.seq > bindparam("after"),
+    ops.c.seq <= bindparam("last"),
+    ops.c.kind != "sample",
+    ops.c.state != "accepted",
+).order_by(ops.c.seq)
+
+# A replay begins at a durable version, so what lies before one is not needed any more; nor is what changes nothing.
+_COVERED = sa.exists().where(versions_table.c.run_id == ops.c.scope, versions_table.c.seq >= ops.c.seq)
+_USELESS = sa.or_(ops.c.kind == "sample", ops.c.problem.is_not(None), _COVERED)
+_DROPPABLE = (
+    sa.select(ops.c.n)
+    .join(op_bodies, op_bodies.c.n == ops.c.n)
+    .where(ops.c.state == "expired", ops.c.ended_at < bindparam("ended_before"), _USELESS)
+    .limit(_EXPIRE_CHUNK)
+)
 
 
 def submit(connection: Connection, op: Op, new_run: Run | None) -> tuple[Op, bool]:
@@ -106,6 +125,12 @@ def settle(connection: Connection, end: Settlement) -> bool:
         samplers.put(connection, end.sampling_session)
     if end.ledger is not None:
         ledger.append(connection, end.ledger)
+    if end.durable is not None:
+        versions.put(connection, end.durable)
+    if end.metrics is not None:
+        history.add_metrics(connection, end.metrics)
+    if end.event is not None:
+        history.add_event(connection, end.event)
     _advance(connection, op.tenant, op.scope, op.seq, op.kind)
     return True
 
@@ -115,8 +140,20 @@ def expire_some(connection: Connection, ended_before: float) -> int:
     numbers = connection.execute(_EXPIRABLE, {"ended_before": ended_before}).scalars().all()
     if numbers:
         connection.execute(_EXPIRE, {"numbers": numbers})
+    return len(numbers)
+
+
+def drop_covered_bodies(connection: Connection, ended_before: float) -> int:
+    """Delete a bounded number of bodies of expired Ops that no replay will need; 0 when none is left."""
+    numbers = connection.execute(_DROPPABLE, {"ended_before": ended_before}).scalars().all()
+    if numbers:
         connection.execute(_DROP_BODIES, {"numbers": numbers})
     return len(numbers)
+
+
+def training(connection: Connection, run_id: str, after_seq: int, to_seq: int) -> list[Op]:
+    rows = connection.execute(_TRAINING, {"key": run_id, "after": after_seq, "last": to_seq})
+    return [Op(*row) for row in rows]
 
 
 def _write(connection: Connection, op: Op, digest: bytes) -> bool:

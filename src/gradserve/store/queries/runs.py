@@ -26,6 +26,7 @@ _UPDATE = (
     .where(*_OWN)
     .values({name: bindparam(f"new_{name}") for name in ("version", "weights", "moments", "gradients", "corrupted")})
 )
+_SET_CLIENT_STATE = sa.update(runs).where(*_OWN).values(client_state=bindparam("digest"))
 _CURSOR = sa.select(runs.c.tenant, runs.c.cursor).where(runs.c.id == bindparam("key"))
 _AHEAD = (
     sa.select(ops.c.seq, ops.c.state)
@@ -79,6 +80,10 @@ def update(connection: Connection, tenant: str, new: RunUpdate) -> None:
     updated = connection.execute(_UPDATE, {"key": new.id, "owner": tenant, **values})
     if updated.rowcount == 0:
         raise _foreign(new.id)
+
+
+def set_client_state(connection: Connection, tenant: str, run_id: str, digest: str | None) -> bool:
+    return connection.execute(_SET_CLIENT_STATE, {"key": run_id, "owner": tenant, "digest": digest}).rowcount == 1
 
 
 def advance(connection: Connection, tenant: str, run_id: str, ended_seq: int) -> None:
