@@ -91,7 +91,7 @@ def build_app(settings: Settings, catalog: Catalog, wakeups: Wakeups, on_start: 
     store = SqlStore.at(paths.database)
     executor = LocalExecutor(_worker_specs(settings, catalog), settings.worker_silence_s)
     folders = CheckpointFolders(paths.checkpoints, objects, catalog)
-    scheduler = Scheduler(store, wakeups, executor, objects, folders, settings, _stop_this_process)
+    scheduler = Scheduler(store, wakeups, executor, objects, folders, catalog, settings, _stop_this_process)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -117,7 +117,7 @@ def build_app(settings: Settings, catalog: Catalog, wakeups: Wakeups, on_start: 
             }
             for worker in executor.workers()
         ]
-        return {"workers": workers, "tasks_rerun": scheduler.lost_workers()}
+        return {"workers": workers, "tasks_rerun": scheduler.lost_workers(), "alarms": scheduler.alarms.active}
 
     return create_app(settings, store, wakeups, catalog, objects, health=health, lifespan=lifespan)
 

@@ -95,6 +95,12 @@ class Settings(BaseSettings):
     task_attempts: int = Field(3, ge=1, description="worker deaths an Op survives")
     worker_silence_s: float = Field(60.0, gt=0, description="no pong for so long: killed")
 
+    durable_every_steps: int = Field(1000, ge=1, description="optimizer steps between durable versions of a run")
+    durable_every_s: float = Field(60.0, gt=0, description="seconds after which a new step is made durable")
+    durable_replay_s: float = Field(30.0, gt=0, description="the same by what computing again would take a worker")
+    keep_versions: int = Field(5, ge=1, description="durable versions kept per run, besides named checkpoints")
+    finished_ttl_s: float = Field(7 * 24 * 3600.0, gt=0, description="how long those of a finished session are kept")
+
     long_poll_s: float = Field(30.0, gt=0, le=40)
     result_ttl_s: float = Field(24 * 3600.0, gt=0)
     max_lora_rank: int = Field(256, ge=1)

@@ -131,6 +131,7 @@ class World:
             self.worker,
             self.objects,
             self.folders,
+            Catalog([]),
             settings,
             on_fatal=lambda: self.fatal.append(True),
         )

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -44,6 +46,8 @@ class _Entry:
     stream: TokenStream | None
     attempts: int = 0
     worker: str | None = None
+    loss: WorkerLost | None = None
+    lost_at: float = 0.0
 
     @property
     def samples(self) -> int:
@@ -82,12 +86,14 @@ class Dispatcher:
     """Belongs to one event loop.
 
     ``attempts`` is how many worker deaths a Task survives; ``merge_tokens`` how many tokens of training Tasks a worker
-    computes together.
+    computes together. ``on_moved`` hears of a Task of a queue that a second worker has got, so many seconds after the
+    first was lost.
     """
 
     executor: Executor
     attempts: int
     merge_tokens: int = 512
+    on_moved: Callable[[Task, str, WorkerLost, float], None] = lambda *_: None
     _queues: dict[str, deque[_Entry]] = field(default_factory=dict)
     _loads: dict[str, _Load] = field(default_factory=dict)
     _running: set[asyncio.Task[None]] = field(default_factory=set)
@@ -166,6 +172,9 @@ class Dispatcher:
 
     def _start(self, entry: _Entry, worker: str) -> None:
         entry.worker = worker
+        if entry.loss is not None:
+            self.on_moved(entry.task, entry.queue, entry.loss, time.monotonic() - entry.lost_at)
+            entry.loss = None
         load = self._loads[worker]
         load.add(entry)
         if entry.attempts and not entry.samples:
@@ -199,6 +208,7 @@ class Dispatcher:
             entry.future.cancel()
             return
         entry.attempts += blamed
+        entry.loss, entry.lost_at = loss, time.monotonic()
         self.lost[loss.worker_id] += 1
         log.warning("task %s, attempt %d: %s", entry.task.id, entry.attempts, loss)
         if entry.attempts >= self.attempts:

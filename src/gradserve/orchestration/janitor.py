@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from gradserve.compute.checkpoints import CheckpointFolders
 from gradserve.compute.objects import ObjectCorrupt, ObjectStore
+from gradserve.settings import Settings
 from gradserve.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -32,14 +33,14 @@ class Janitor:
         store: Store,
         objects: ObjectStore,
         folders: CheckpointFolders,
-        result_ttl_s: float,
+        settings: Settings,
         in_use: Callable[[], set[str]],
         hot: Callable[[], set[str]],
     ) -> None:
         self._store = store
         self._objects = objects
         self._folders = folders
-        self._result_ttl_s = result_ttl_s
+        self._settings = settings
         self._in_use = in_use
         self._hot = hot
         self._wanted = asyncio.Event()
@@ -65,7 +66,9 @@ class Janitor:
         now = time.time()
         for checkpoint in await self._store.sweep_checkpoints(now):
             self._folders.remove(checkpoint.run_id, checkpoint.kind, checkpoint.name)
-        await self._store.expire_results(now - self._result_ttl_s)
+        # First a write: a server that was taken over must not remove anything.
+        await self._store.expire_results(now - self._settings.result_ttl_s)
+        await self._store.retain_versions(self._settings.keep_versions, now - self._settings.finished_ttl_s)
         # The age is taken before the references, so that what is made in between counts as young.
         fast = self._objects.fast_older_than(_GRACE_S)
         durable = self._objects.durable_older_than(_GRACE_S)

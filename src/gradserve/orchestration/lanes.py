@@ -7,6 +7,7 @@ sequence holds back everything after it (the client sends the first chunk of a c
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 
@@ -19,7 +20,9 @@ _READERS = frozenset({"forward_backward"})
 class Lane:
     """``head`` is the lowest seq that has not ended. ``run`` is the newest state, maybe not yet committed.
 
-    ``touched_at`` is when something last arrived or ended (time.monotonic).
+    ``touched_at`` is when something last arrived or ended (time.monotonic). While ``paused`` nothing starts: the run's
+    state is being made. Ends are written under ``committing``, one after another. ``uncovered_ms`` is what the Ops
+    since the last optimizer step cost. ``lost`` says why the run's arrays can't be had any more.
     """
 
     run: Run
@@ -27,6 +30,10 @@ class Lane:
     waiting: dict[int, Op] = field(default_factory=dict)
     running: dict[int, Op] = field(default_factory=dict)
     touched_at: float = field(default_factory=time.monotonic)
+    paused: bool = False
+    committing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    uncovered_ms: float = 0.0
+    lost: str | None = None
     _ended_ahead: set[int] = field(default_factory=set)
 
     def add(self, op: Op) -> None:
@@ -40,6 +47,8 @@ class Lane:
     def start_ready(self) -> list[Op]:
         """Move every Op that may run now from waiting to running, in seq order."""
         started: list[Op] = []
+        if self.paused:
+            return started
         seq = self.head
         while True:
             if seq in self._ended_ahead or (seq in self.running and self.running[seq].kind in _READERS):
@@ -76,4 +85,4 @@ class Lane:
     @property
     def idle(self) -> bool:
         """Whether nothing waits or runs."""
-        return not self.waiting and not self.running
+        return not self.waiting and not self.running and not self.paused

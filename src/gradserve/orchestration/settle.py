@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,18 @@ from gradserve.compute.combine import joined
 from gradserve.compute.tasks import Done, Failed, Usage
 from gradserve.orchestration.meter import ledger_line
 from gradserve.settings import PriceSheet
-from gradserve.store.base import Checkpoint, Op, Run, RunUpdate, SamplingSession, Settlement
+from gradserve.store.base import (
+    Checkpoint,
+    Event,
+    Metrics,
+    Op,
+    Run,
+    RunUpdate,
+    SamplingSession,
+    Settlement,
+    Version,
+    VersionCause,
+)
 from gradserve.wire import codec
 from gradserve.wire.errors import Gone, GradserveError, Problem, ServerError, UserError
 from gradserve.wire.ops import (
@@ -55,9 +67,23 @@ def settle_done(context: Context, outcomes: Sequence[Done]) -> Settlement:
     return msgspec.structs.replace(settlement, ledger=line)
 
 
+def _history(context: Context, version: int, values: dict[str, float]) -> Metrics:
+    """What a training Op measured, for the run's history. JSON has no word for what is not finite: it is left out."""
+    finite = {name: value for name, value in values.items() if math.isfinite(value)}
+    return Metrics(_run(context).id, context.op.tenant, context.op.seq, version, context.op.kind, context.at, finite)
+
+
 def settle_failed(op: Op, problem: Problem, at: float) -> Settlement:
     """The Settlement of an Op that failed: its seq is consumed, the run is as it was, nothing is charged."""
     return Settlement(op.id, "failed", at, problem=problem)
+
+
+def after(run: Run, settlement: Settlement) -> Run:
+    """The run's row as the settlement will have written it."""
+    if settlement.run is None:
+        return run
+    changes = {name: getattr(settlement.run, name) for name in settlement.run.__struct_fields__}
+    return msgspec.structs.replace(run, **changes)
 
 
 def problem_of(failed: Failed) -> Problem:
@@ -161,7 +187,7 @@ def _forward_backward(context: Context, outcomes: Sequence[Done]) -> Settlement:
         return settlement
     gradient = outcomes[-1].objects["gradient"]  # of the only GradTask, or of the ReduceTask after them
     update = _update(run, gradients=(*run.gradients, (context.op.seq, gradient)))
-    return msgspec.structs.replace(settlement, run=update)
+    return msgspec.structs.replace(settlement, run=update, metrics=_history(context, run.version, result.metrics))
 
 
 def combine(parts: Sequence[ForwardBackwardResult]) -> ForwardBackwardResult:
@@ -183,7 +209,8 @@ def _optim_step(context: Context, outcomes: Sequence[Done]) -> Settlement:
         moments=outcome.objects["moments"],
         gradients=(),
     )
-    return msgspec.structs.replace(_done(context, {"metrics": outcome.metrics}), run=update)
+    history = _history(context, update.version, outcome.metrics)
+    return msgspec.structs.replace(_done(context, {"metrics": outcome.metrics}), run=update, metrics=history)
 
 
 def _save_weights(context: Context, outcomes: Sequence[Done]) -> Settlement:
@@ -211,11 +238,31 @@ def _save_weights(context: Context, outcomes: Sequence[Done]) -> Settlement:
         created_at=context.at,
         expires_at=None if body.ttl_seconds is None else context.at + body.ttl_seconds,
         user_metadata=body.user_metadata,
+        client_state=body.client_state,
     )
     answer: dict[str, object] = {"path": checkpoint.path}
     if body.kind == "external_weights":
         answer["size_bytes"] = context.size_bytes
-    return msgspec.structs.replace(_done(context, answer), checkpoint=checkpoint)
+    settlement = msgspec.structs.replace(_done(context, answer), checkpoint=checkpoint)
+    if body.kind != "weights" or run.gradients:
+        return settlement
+    return msgspec.structs.replace(settlement, durable=version_of(context, run, "save"))
+
+
+def version_of(context: Context, run: Run, cause: VersionCause) -> Version:
+    """The durable version that this Op makes: its arrays are in the durable tier already."""
+    assert run.weights is not None
+    return Version(
+        run_id=run.id,
+        tenant=run.tenant,
+        version=run.version,
+        seq=context.op.seq,
+        weights=run.weights,
+        moments=run.moments,
+        cause=cause,
+        size_bytes=context.size_bytes,
+        created_at=context.at,
+    )
 
 
 def _save_for_sampling(context: Context, outcomes: Sequence[Done]) -> Settlement:
@@ -247,7 +294,16 @@ def _load_weights(context: Context, outcomes: Sequence[Done]) -> Settlement:
         gradients=(),
         corrupted=False,
     )
-    return msgspec.structs.replace(_done(context, {"path": body.path, "model_id": run.id}), run=update)
+    settlement = msgspec.structs.replace(_done(context, {"path": body.path, "model_id": run.id}), run=update)
+    event = Event(
+        context.at,
+        "loaded",
+        f"{body.path} (step {source.version}), {'with' if body.optimizer else 'without'} optimizer moments",
+        run.tenant,
+        run.id,
+        context.op.seq,
+    )
+    return msgspec.structs.replace(settlement, durable=version_of(context, after(run, settlement), "load"), event=event)
 
 
 def _sample(context: Context, outcomes: Sequence[Done]) -> Settlement:

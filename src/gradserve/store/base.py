@@ -407,6 +407,10 @@ class Store(Protocol):
         """Newest first; expired ones left out."""
         ...
 
+    async def put_checkpoint(self, checkpoint: Checkpoint, event: Event | None = None) -> None:
+        """Write a checkpoint outside an Op; it replaces one of that name."""
+        ...
+
     async def delete_checkpoint(self, tenant: str, run_id: str, kind: str, name: str) -> bool: ...
     async def set_checkpoint_ttl(
         self, tenant: str, run_id: str, kind: str, name: str, expires_at: float | None

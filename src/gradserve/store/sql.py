@@ -220,6 +220,9 @@ class SqlStore(Store):
     ) -> tuple[list[Checkpoint], Page]:
         return await self._read(checkpoints.page, self._now(), tenant, run_id, limit, offset)
 
+    async def put_checkpoint(self, checkpoint: Checkpoint, event: Event | None = None) -> None:
+        await self._write(_put_checkpoint, checkpoint, event)
+
     async def delete_checkpoint(self, tenant: str, run_id: str, kind: str, name: str) -> bool:
         return await self._write(checkpoints.delete, self._now(), tenant, run_id, kind, name)
 
@@ -263,3 +266,9 @@ def _restore(connection: Connection, tenant: str, update: RunUpdate, durable: Ve
     if durable is not None:
         versions.put(connection, durable)
     history.add_event(connection, event)
+
+
+def _put_checkpoint(connection: Connection, checkpoint: Checkpoint, event: Event | None) -> None:
+    checkpoints.put(connection, checkpoint)
+    if event is not None:
+        history.add_event(connection, event)

@@ -5,20 +5,50 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from gradserve.store.base import Op
+
+
+@dataclass(frozen=True)
+class NameVersion:
+    """Give a run's state after ``version`` optimizer steps (None: the newest) a name; answered by the Checkpoint.
+
+    ``purpose`` is the kind of the event that says so, if any.
+    """
+
+    tenant: str
+    run_id: str
+    version: int | None
+    name: str
+    ttl_seconds: int | None = None
+    purpose: Literal["forked"] | None = None
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """Make an earlier state of a run its current one; answered by the Run."""
+
+    tenant: str
+    run_id: str
+    version: int
+
+
+Ask = NameVersion | Rollback
 
 
 class Wakeups:
     """Belongs to one event loop.
 
-    The gateway calls ``submitted``, ``cancel``, ``is_coming``, ``waiter`` and ``wait``; orchestration
-    ``take_submitted``, ``take_cancels`` and ``ended``.
+    The gateway calls ``submitted``, ``cancel``, ``ask``, ``is_coming``, ``waiter`` and ``wait``; orchestration
+    ``take_submitted``, ``take_cancels``, ``take_asks`` and ``ended``.
     """
 
     def __init__(self) -> None:
         self._new: list[Op] = []
         self._cancels: list[tuple[Op, asyncio.Future[bool]]] = []
+        self._asks: list[tuple[Ask, asyncio.Future[Any]]] = []
         self._arrived = asyncio.Event()
         self._closed = False
         self._coming: dict[str, str] = {}
@@ -44,6 +74,18 @@ class Wakeups:
     def take_cancels(self) -> list[tuple[Op, asyncio.Future[bool]]]:
         """What was asked by ``cancel`` since the last call. Take after ``take_submitted``: an Op is submitted first."""
         taken, self._cancels = self._cancels, []
+        return taken
+
+    def ask(self, what: Ask) -> asyncio.Future[Any]:
+        """Ask for what is no Op. The future has the answer, or raises what the client must know."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._asks.append((what, answer))
+        self._arrived.set()
+        return answer
+
+    def take_asks(self) -> list[tuple[Ask, asyncio.Future[Any]]]:
+        """What was asked by ``ask`` since the last call."""
+        taken, self._asks = self._asks, []
         return taken
 
     async def take_submitted(self, timeout: float) -> list[Op]:

@@ -6,6 +6,7 @@
     │   ├── Unauthenticated  401
     │   ├── Forbidden        403
     │   ├── NotFound         404
+    │   ├── Conflict         409
     │   ├── Gone             410
     │   ├── Unsupported      400  a known feature that this server does not have
     │   └── NotServed        501  a known endpoint that this server does not have
@@ -102,6 +103,12 @@ class NotFound(UserError):
     """No such run, checkpoint, session, model or future, or it belongs to another tenant."""
 
     status = 404
+
+
+class Conflict(UserError):
+    """Not now: something else is going on with it."""
+
+    status = 409
 
 
 class Gone(UserError):

@@ -83,13 +83,17 @@ class OptimStep(msgspec.Struct, frozen=True, tag="optim_step"):
 
 
 class SaveWeights(msgspec.Struct, frozen=True, tag="save_weights"):
-    """Name the current version and make it durable. ``kind`` is the middle of the checkpoint's path."""
+    """Name the current version and make it durable. ``kind`` is the middle of the checkpoint's path.
+
+    ``client_state`` is the object that held the client's own state of the run when it asked for this.
+    """
 
     name: str
     kind: Literal["weights", "sampler_weights", "external_weights"]
     ttl_seconds: int | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] = {}
+    client_state: str | None = None
 
 
 class SaveForSampling(msgspec.Struct, frozen=True, tag="save_for_sampling"):

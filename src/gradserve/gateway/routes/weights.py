@@ -65,7 +65,14 @@ async def _training_save(call: Call, run: Run, request: SaveWeightsBody) -> OpBo
     name = checkpoint_name(request.path)
     if not request.overwrite:
         await _refuse_existing(call, run, request.seq_id, "weights", name)
-    return SaveWeights(name, "weights", ttl(request.ttl_seconds), request.overwrite, metadata(request.user_metadata))
+    return SaveWeights(
+        name,
+        "weights",
+        ttl(request.ttl_seconds),
+        request.overwrite,
+        metadata(request.user_metadata),
+        run.client_state,
+    )
 
 
 async def _sampler_save(call: Call, run: Run, request: SaveForSamplerBody) -> OpBody:
@@ -170,6 +177,8 @@ async def _load_new(call: Call, request: LoadWeightsBody, session_id: str, numbe
         created_at=now,
         last_request_at=now,
         user_metadata=metadata(request.user_metadata),
+        parent=checkpoint.path,
+        client_state=checkpoint.client_state,
     )
     return future_of(await accept(call, op, run))
 
