@@ -276,3 +276,18 @@ class TtlBody(Lenient, frozen=True):
     """PUT .../ttl. ``null`` removes the expiry; the field itself must be there."""
 
     ttl_seconds: int | None
+
+
+class NameBody(Strict, frozen=True):
+    """POST gradserve/runs/{id}/name. ``version`` null is the newest step; a string names a checkpoint of the run."""
+
+    name: str = ""
+    version: int | str | None = None
+    ttl_seconds: int | None = None
+    fork: bool = False
+
+
+class RollbackBody(Strict, frozen=True, kw_only=True):
+    """POST gradserve/runs/{id}/rollback. ``version`` is a number of optimizer steps or a checkpoint's name."""
+
+    version: int | str

@@ -7,6 +7,7 @@ for what a user can mend, because it repeats those for five minutes before it sh
 from __future__ import annotations
 
 import logging
+from http import HTTPStatus
 from typing import ClassVar
 
 import msgspec
@@ -14,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from gradserve.store.base import StoreError
 from gradserve.wire.errors import GradserveError, Problem, UserError
 
 PROBLEM_JSON = "application/problem+json"
@@ -53,6 +55,10 @@ def response_to(error: Exception) -> Response:
             Problem(400, "body.incomplete", "Bad Request", "The client went away before its body ended.")
         )
     log.error("request failed", exc_info=error)
+    if isinstance(error, StoreError):
+        title = HTTPStatus.SERVICE_UNAVAILABLE.phrase
+        detail = f"The server can't write its journal ({error}). Nothing was changed; clients send the request again."
+        return problem_response(Problem(503, "storage.failed", title, detail))
     if isinstance(error, GradserveError):
         return problem_response(error.problem())
     detail = "The server failed on this request; its log says why. Nothing was changed; send it again."

@@ -15,6 +15,7 @@ from gradserve.gateway.routes import (
     system,
     training,
     unserved,
+    versions,
     weights,
 )
 
@@ -30,6 +31,7 @@ ROUTES: list[Api] = [
     *checkpoints.ROUTES,
     *files.ROUTES,
     *ledger.ROUTES,
+    *versions.ROUTES,
     *unserved.ROUTES,
 ]
 """All paths below /api/v1; what is asked most often stands first, because the router looks through them in order."""
