@@ -13,6 +13,12 @@ _COMMANDS = {
     "quickstart": "Teach a small language model a task by RL, end to end.",
     "runs": "List runs: steps, tokens, cost.",
     "run": "Show one run: its state, checkpoints and bill.",
+    "checkpoints": "List the steps of a run that can be had again.",
+    "resume": "Name the last complete step of a run, to go on from it.",
+    "rollback": "Make an earlier step of a run its current one.",
+    "fork": "Name a step of a run, to begin another run with it.",
+    "diff": "Compare two runs, or two steps.",
+    "lineage": "Show where the weights of a run come from.",
 }
 
 

@@ -9,7 +9,7 @@ import click
 
 from gradserve.cli.runs import DATA_DIR
 from gradserve.cli.source import one_run
-from gradserve.store.base import Checkpoint, LedgerLine
+from gradserve.store.base import Checkpoint, Event, LedgerLine
 from gradserve.store.overview import RunDetail
 from gradserve.wire.ops import LoraConfig
 
@@ -18,12 +18,23 @@ from gradserve.wire.ops import LoraConfig
 @click.argument("run_id")
 @DATA_DIR
 @click.option("--lines", type=click.IntRange(0), default=10, show_default=True, help="Ledger lines to show.")
-def run(run_id: str, data_dir: Path | None, lines: int) -> None:
+@click.option("--events", is_flag=True, help="Show what happened to it: lost workers, recoveries, loads, rollbacks.")
+def run(run_id: str, data_dir: Path | None, lines: int, events: bool) -> None:
     """Show one run: its state, checkpoints and bill. RUN_ID is as in ``gradserve runs``."""
     detail = one_run(data_dir, run_id, lines)
     if detail is None:
         raise click.ClickException(f"there is no run {run_id!r}; gradserve runs lists them")
+    if events:
+        for event in detail.events:
+            click.echo(f"{_time(event.at)}  {_of_seq(event)}{event.kind.replace('_', ' ')}: {event.detail}")
+        if not detail.events:
+            click.echo("nothing happened to it")
+        return
     _show(detail)
+
+
+def _of_seq(event: Event) -> str:
+    return "" if event.seq is None else f"#{event.seq} "
 
 
 def _show(detail: RunDetail) -> None:

@@ -19,11 +19,24 @@ class ExtensionError(RuntimeError):
 
 def get(url: str, path: str, api_key: str) -> bytes:
     """GET a route under /api/v1/gradserve. Raises ExtensionError."""
-    request = urllib.request.Request(f"{url.rstrip('/')}/api/v1/gradserve/{path}", headers={"X-API-Key": api_key})
+    return call("GET", url, path, api_key)
+
+
+def post(url: str, path: str, api_key: str, body: dict[str, Any]) -> Any:
+    """POST JSON to a route under /api/v1/gradserve; the JSON that it answers. Raises ExtensionError."""
+    return json.loads(call("POST", url, path, api_key, json.dumps(body).encode()))
+
+
+def call(method: str, url: str, path: str, api_key: str, body: bytes | None = None, timeout_s: float = 600.0) -> bytes:
+    """Any request to a route under /api/v1/gradserve; what it answers. Raises ExtensionError."""
+    headers = {"X-API-Key": api_key, "Content-Type": "application/octet-stream"}
+    request = urllib.request.Request(
+        f"{url.rstrip('/')}/api/v1/gradserve/{path}", data=body, headers=headers, method=method
+    )
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
-            body: bytes = response.read()
-            return body
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            answer: bytes = response.read()
+            return answer
     except urllib.error.HTTPError as error:
         text = error.read().decode(errors="replace")
         raise ExtensionError(f"{request.full_url} answered {error.code}: {text}", error.code) from error

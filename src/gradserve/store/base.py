@@ -339,6 +339,10 @@ class Store(Protocol):
         """The run's ended Ops with after_seq < seq <= to_seq, by seq, with their bodies: what a replay runs again."""
         ...
 
+    async def data_digest(self, run_id: str, to_seq: int) -> tuple[int, str]:
+        """How many batches the run was trained on up to ``to_seq``, and a SHA-256 over those of their bodies."""
+        ...
+
     # runs
     async def get_run(self, tenant: str | None, run_id: str) -> Run | None: ...
     async def get_run_and_session(self, tenant: str, run_id: str) -> tuple[Run, Session | None] | None:

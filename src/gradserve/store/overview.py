@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from gradserve.store.base import Checkpoint, LedgerLine, LedgerTotal, Page, Run, Store
+from gradserve.store.base import Checkpoint, Event, LedgerLine, LedgerTotal, Page, Run, Store
+
+_EVENTS = 100
 
 
 class RunOverview(msgspec.Struct, frozen=True):
@@ -15,12 +17,13 @@ class RunOverview(msgspec.Struct, frozen=True):
 
 
 class RunDetail(msgspec.Struct, frozen=True):
-    """``gradserve run ID``. ``lines`` are the newest ones, oldest first."""
+    """``gradserve run ID``. ``lines`` and ``events`` are the newest ones, oldest first."""
 
     run: Run
     total: LedgerTotal
     checkpoints: list[Checkpoint]
     lines: list[LedgerLine]
+    events: list[Event] = []
 
 
 class RunList(msgspec.Struct, frozen=True):
@@ -44,4 +47,5 @@ async def run_detail(store: Store, tenant: str | None, run_id: str, lines: int) 
     total = await store.ledger_total(tenant, run_id)
     checkpoints, _ = await store.list_checkpoints(tenant, run_id, 1000, 0)
     newest, _ = await store.ledger_lines(tenant, run_id, lines, max(0, total.lines - lines))
-    return RunDetail(run, total, checkpoints, newest)
+    events, _ = await store.list_events(tenant, run_id, _EVENTS, 0)
+    return RunDetail(run, total, checkpoints, newest, events[::-1])

@@ -10,14 +10,17 @@ import asyncio
 import msgspec
 from starlette.responses import Response
 
+from gradserve.compute.norms import weight_norms
+from gradserve.compute.objects import ObjectMissing
 from gradserve.gateway.answers import cursor, page_of
 from gradserve.gateway.bodies import NameBody, RollbackBody
 from gradserve.gateway.call import Api, Call, answer_json, no_content
 from gradserve.gateway.limits import read_body
 from gradserve.gateway.submit import known_run
 from gradserve.gateway.validate.models import checkpoint_name, parse_path, ttl, unknown_checkpoint
-from gradserve.store.base import Checkpoint
+from gradserve.store.base import Checkpoint, Run
 from gradserve.store.lineage import lineage_of
+from gradserve.store.summary import summary_of
 from gradserve.store.wakeups import NameVersion, Rollback
 from gradserve.wire.errors import Invalid, NotFound
 
@@ -57,6 +60,35 @@ async def lineage(call: Call) -> Response:
     """Where a run's weights come from, step by step back to the base, and which runs began with its own."""
     run = await known_run(call, call.path("run_id"), "run_id")
     return answer_json(await lineage_of(call.store, call.tenant, run))
+
+
+async def summary(call: Call) -> Response:
+    """A step of a run in figures (``?version=``: a number or a checkpoint's name): what ``gradserve diff`` compares."""
+    run = await known_run(call, call.path("run_id"), "run_id")
+    asked = call.query.get("version")
+    version = run.version if asked is None else await _step(call, run.id, int(asked) if asked.isdigit() else asked)
+    assert version is not None
+    weights = await _weights_at(call, run, version)
+    found = await summary_of(call.store, call.tenant, run, version, weights)
+    return answer_json(msgspec.structs.replace(found, norms=await asyncio.to_thread(_norms, call, weights)))
+
+
+async def _weights_at(call: Call, run: Run, version: int) -> str | None:
+    if version == run.version:
+        return run.weights
+    saved, _ = await call.store.list_checkpoints(call.tenant, run.id, 1000, 0)
+    versions = await call.store.list_versions(call.tenant, run.id)
+    kept = [*((one.version, one.weights) for one in versions), *((one.version, one.weights) for one in saved)]
+    return next((weights for number, weights in kept if number == version), None)
+
+
+def _norms(call: Call, weights: str | None) -> dict[str, float] | None:
+    if weights is None:
+        return None
+    try:
+        return weight_norms(call.gateway.objects.path(weights))
+    except ObjectMissing:
+        return None
 
 
 async def name_version(call: Call) -> Response:
@@ -136,6 +168,7 @@ ROUTES = [
     Api("GET", _RUN + "/events", list_events),
     Api("GET", _RUN + "/metrics", list_metrics),
     Api("GET", _RUN + "/lineage", lineage),
+    Api("GET", _RUN + "/summary", summary),
     Api("POST", _RUN + "/name", name_version, NameBody),
     Api("POST", _RUN + "/rollback", roll_back, RollbackBody),
     Api("PUT", _RUN + "/client_state", put_client_state),

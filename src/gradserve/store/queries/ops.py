@@ -14,7 +14,7 @@ from sqlalchemy.engine import Connection
 from gradserve.store.base import IdentityConflict, Op, Run, Settlement
 from gradserve.store.queries import checkpoints, history, ledger, runs, samplers, versions
 from gradserve.store.queries.common import visible
-from gradserve.store.tables import insert_if_new, op_bodies, ops
+from gradserve.store.tables import insert_if_new, op_bodies, ops, run_metrics
 from gradserve.store.tables import versions as versions_table
 from gradserve.wire.errors import Problem
 
@@ -68,6 +68,13 @@ _TRAINING = _SELECT.where(
     ops.c.kind != "sample",
     ops.c.state != "accepted",
 ).order_by(ops.c.seq)
+
+_BATCHES = (
+    sa.select(ops.c.body_sha256)
+    .join(run_metrics, sa.and_(run_metrics.c.run_id == ops.c.scope, run_metrics.c.seq == ops.c.seq))
+    .where(ops.c.scope == bindparam("key"), ops.c.seq <= bindparam("last"), ops.c.kind == "forward_backward")
+    .order_by(ops.c.seq)
+)
 
 # A replay begins at a durable version, so what lies before one is not needed any more; nor is what changes nothing.
 _COVERED = sa.exists().where(versions_table.c.run_id == ops.c.scope, versions_table.c.seq >= ops.c.seq)
@@ -154,6 +161,14 @@ def drop_covered_bodies(connection: Connection, ended_before: float) -> int:
 def training(connection: Connection, run_id: str, after_seq: int, to_seq: int) -> list[Op]:
     rows = connection.execute(_TRAINING, {"key": run_id, "after": after_seq, "last": to_seq})
     return [Op(*row) for row in rows]
+
+
+def data_digest(connection: Connection, run_id: str, to_seq: int) -> tuple[int, str]:
+    total, count = hashlib.sha256(), 0
+    for body in connection.execute(_BATCHES, {"key": run_id, "last": to_seq}).scalars():
+        total.update(body)
+        count += 1
+    return count, total.hexdigest()
 
 
 def _write(connection: Connection, op: Op, digest: bytes) -> bool:
