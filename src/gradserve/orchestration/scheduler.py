@@ -14,8 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import msgspec
@@ -27,12 +26,14 @@ from gradserve.compute.objects import ObjectCorrupt, ObjectMissing, ObjectStore
 from gradserve.compute.tasks import Done, Failed, Outcome, SampleTask, Task
 from gradserve.orchestration.alarms import Alarms
 from gradserve.orchestration.dispatch import AttemptsExhausted, Dispatcher, TaskCancelled
+from gradserve.orchestration.held import Held
 from gradserve.orchestration.janitor import Janitor
 from gradserve.orchestration.lanes import Lane
 from gradserve.orchestration.lower import lower, sample_task_id
 from gradserve.orchestration.manifest import Manifests
 from gradserve.orchestration.program import Compute, Persist, Program
-from gradserve.orchestration.replay import Replay, Replayed, Unrecoverable
+from gradserve.orchestration.recovery import Recovery, arrays_of, lost, missing, write_folder
+from gradserve.orchestration.replay import Replay
 from gradserve.orchestration.settle import (
     Context,
     after,
@@ -48,18 +49,15 @@ from gradserve.settings import Settings
 from gradserve.store.base import (
     Checkpoint,
     Event,
-    EventKind,
     Fenced,
     Op,
     Run,
-    RunUpdate,
     Settlement,
     Store,
     StoreError,
-    Version,
 )
 from gradserve.store.wakeups import Ask, NameVersion, Rollback, Wakeups
-from gradserve.wire.errors import Conflict, Gone, NotFound, Problem, ServerError, UserError
+from gradserve.wire.errors import Conflict, Problem, ServerError, UserError
 from gradserve.wire.ops import LoadWeights, OpBody, Sample, SaveWeights, decode_body
 
 log = logging.getLogger(__name__)
@@ -100,12 +98,12 @@ class Scheduler:
         self._cancelled: set[str] = set()
         self._streams: dict[str, TokenStream] = {}
         self._dispatcher = Dispatcher(executor, settings.task_attempts, settings.merge_tokens, self._moved)
-        self._held: Counter[str] = Counter()
+        self._held = Held()
         self.alarms = Alarms(store)
-        self._replay = Replay(store, objects, self._execute, settings)
-        self._manifests = Manifests(store, catalog, settings)
-        self._snapshots = Snapshots(store, objects, self._manifests, settings, self.alarms, self._hold, self._release)
-        self._rebuilding: dict[str, asyncio.Task[None]] = {}
+        manifests = Manifests(store, catalog, settings)
+        replay = Replay(store, objects, self._execute, settings)
+        self._recovery = Recovery(store, objects, folders, replay, manifests, self._held)
+        self._snapshots = Snapshots(store, objects, manifests, settings, self.alarms, self._held)
         self._janitor = Janitor(store, objects, folders, settings, self.in_use, self._hot)
         self._background: set[asyncio.Task[None]] = set()
         executor.on_change = self._dispatcher.pump
@@ -155,7 +153,7 @@ class Scheduler:
 
     def in_use(self) -> set[str]:
         """Digests that lanes and running Programs refer to."""
-        return self._hot() | set(self._held)
+        return self._hot() | self._held.digests()
 
     def lost_workers(self) -> int:
         """How often a Task had to be given to another worker."""
@@ -207,7 +205,7 @@ class Scheduler:
         lane = self._lanes[run_id] = Lane(run, run.cursor + 1)
         for ended in await self._store.training_ops(run_id, run.cursor, 1 << 62):
             lane.end(ended.seq)  # readers may end before an earlier one
-        if self._missing(_arrays_of(run)):
+        if missing(self._objects, arrays_of(run)):
             lane.paused = True
             self._spawn(self._recover(lane))
         return lane
@@ -254,7 +252,7 @@ class Scheduler:
         finally:
             self._samples.discard(op.id)
             self._cancelled.discard(op.id)
-            self._release(held)
+            self._held.release(held)
         self._wakeups.ended(op.id, _as_stored(op, settlement) if first else None)
         if op.id in self._streams:
             self._streams[op.id].close()
@@ -291,71 +289,11 @@ class Scheduler:
         for run_id, cause in self._snapshots.due():
             self._spawn(self._snapshots.take(run_id, cause))
 
-    # What was lost, computed again
-
-    async def _recover(self, lane: Lane) -> None:
-        run, started = lane.run, time.monotonic()
-        with self._holding() as held:
-            try:
-                last = max((seq for seq, _ in run.gradients), default=run.cursor)
-                replayed = await self._replay.to_seq(run, max(last, run.cursor), held)
-            except Unrecoverable as error:
-                log.error("run %s can't be recovered: %s", run.id, error)
-                await self._tell(run, "weights_lost", str(error))
-                lane.lost = str(error)
-            else:
-                await self._recovered(lane, replayed, time.monotonic() - started)
-        lane.paused = False
-        self._launch(lane)
-
-    async def _recovered(self, lane: Lane, replayed: Replayed, seconds: float) -> None:
-        run, state = lane.run, replayed.run
-        what = f"{replayed.ops} requests run again from {replayed.origin}, 0 steps lost, {seconds:.1f} s, not billed"
-        if _arrays_of(state) == _arrays_of(run):
-            await self._tell(run, "recovered", what)
-            return
-        # Other bits: merged passes or another machine. The state is right to the bounds of docs/reference/numerics.md.
-        event = _event(run, "recovered_differently", f"{what}; the last bits of the weights differ from before")
-        await self._store.restore(run.tenant, _update_to(state), None, event)
-        lane.run = _with_state_of(run, state)
-
-    async def _find_sampled(self, op: Op, weights: str) -> None:
-        """The weights that a sampling session froze, computed again if they are gone. Raises Gone."""
-        if not self._missing([weights]):
-            return
-        task = self._rebuilding.get(weights)
-        if task is None:
-            task = self._rebuilding[weights] = asyncio.create_task(self._rebuild(op, weights))
-            task.add_done_callback(lambda _: self._rebuilding.pop(weights, None))
-        await asyncio.shield(task)
-
-    async def _rebuild(self, op: Op, weights: str) -> None:
-        session = await self._store.get_sampling_session(None, op.scope)
-        run = None if session is None or session.run_id is None else await self._store.get_run(None, session.run_id)
-        if session is None or run is None or session.run_version is None:
-            raise _lost("there is no run to compute them from")
-        with self._holding() as held:
-            try:
-                replayed = await self._replay.to_version(run, session.run_version, held)
-            except Unrecoverable as error:
-                raise _lost(str(error)) from error
-            if replayed.run.weights != weights:
-                raise _lost("computing them again gave other last bits")
-            await self._tell(run, "recovered", f"weights of step {replayed.run.version} for sampling computed again")
-
-    def _missing(self, digests: Iterable[str]) -> bool:
-        try:
-            for digest in digests:
-                self._objects.path(digest)
-        except ObjectMissing:
-            return True
-        return False
-
     # What is asked for beside Ops
 
     async def _answer(self, ask: Ask, answer: asyncio.Future[Any]) -> None:
         try:
-            found: object = await (self._name(ask) if isinstance(ask, NameVersion) else self._roll_back(ask))
+            found: object = await (self._recovery.name(ask) if isinstance(ask, NameVersion) else self._roll_back(ask))
         except (UserError, ServerError) as error:
             if not answer.done():
                 answer.set_exception(error)
@@ -366,102 +304,30 @@ class Scheduler:
             if not answer.done():
                 answer.set_result(found)
 
-    async def _name(self, ask: NameVersion) -> Checkpoint:
-        run = await self._run_of(ask.tenant, ask.run_id)
-        with self._holding() as held:
-            state = await self._state_at(run, ask.version, held)
-            assert state.weights is not None
-            size = await self._persist(state)
-            now = time.time()
-            checkpoint = Checkpoint(
-                run_id=run.id,
-                tenant=run.tenant,
-                kind="weights",
-                name=ask.name,
-                base=run.base,
-                lora=run.lora,
-                version=state.version,
-                weights=state.weights,
-                moments=state.moments,
-                size_bytes=size,
-                created_at=now,
-                expires_at=None if ask.ttl_seconds is None else now + ask.ttl_seconds,
-                client_state=run.client_state,
-            )
-            await asyncio.to_thread(self._write_folder, checkpoint)
-            event = (
-                None if ask.purpose is None else _event(run, ask.purpose, f"step {state.version} as {checkpoint.path}")
-            )
-            await self._store.put_checkpoint(checkpoint, event)
-        return checkpoint
-
     async def _roll_back(self, ask: Rollback) -> Run:
-        run = await self._run_of(ask.tenant, ask.run_id)
-        lane = self._lanes.get(run.id) or await self._open_lane(run.id)
+        await self._recovery.run_of(ask.tenant, ask.run_id)
+        lane = self._lanes.get(ask.run_id) or await self._open_lane(ask.run_id)
         assert lane is not None
         if not lane.idle:
             raise Conflict(
                 "run.busy",
-                f"{run.id} has requests that have not ended.",
+                f"{ask.run_id} has requests that have not ended.",
                 field="run_id",
                 fix="Wait for them, or stop the script that sends them; then roll back.",
             )
         lane.paused = True
         try:
-            with self._holding() as held:
-                run = lane.run
-                state = await self._state_at(run, ask.version, held)
-                version = Version(
-                    run_id=run.id,
-                    tenant=run.tenant,
-                    version=state.version,
-                    seq=lane.head - 1,
-                    weights=state.weights or "",
-                    moments=state.moments,
-                    cause="rollback",
-                    size_bytes=await self._persist(state),
-                    created_at=time.time(),
-                    manifest=await self._manifests.of(state, lane.head - 1),
-                )
-                event = _event(run, "rolled_back", f"from step {run.version} to step {state.version}")
-                await self._store.restore(run.tenant, _update_to(state), version, event)
-                self._snapshots.covered(run.id)
-                lane.run, lane.lost = _with_state_of(run, state), None
+            await self._recovery.roll_back(lane, ask.version)
+            self._snapshots.covered(ask.run_id)
         finally:
             lane.paused = False
             self._launch(lane)
         return lane.run
 
-    async def _run_of(self, tenant: str, run_id: str) -> Run:
-        run = await self._store.get_run(tenant, run_id)
-        if run is None:
-            raise NotFound("run.unknown", f"There is no run {run_id!r}.", field="run_id")
-        return run
-
-    async def _state_at(self, run: Run, version: int | None, held: list[str]) -> Run:
-        """The run right after an optimizer step. Raises NotFound when it can't be had any more."""
-        wanted = run.version if version is None else version
-        if run.version == wanted and not run.gradients and run.weights and not self._missing(_arrays_of(run)):
-            held.extend(_arrays_of(run))
-            self._hold(_arrays_of(run))
-            return run
-        try:
-            return (await self._replay.to_version(run, wanted, held)).run
-        except Unrecoverable as error:
-            kept = sorted({version.version for version in await self._store.list_versions(None, run.id)})
-            raise NotFound(
-                "version.gone",
-                f"Step {wanted} of {run.id} can't be had: {error}.",
-                field="version",
-                fix=f"Durable steps: {', '.join(map(str, kept)) or 'none'}; the run is at step {run.version}.",
-            ) from error
-
-    async def _persist(self, state: Run) -> int:
-        """Make a state's arrays durable; their bytes."""
-        for digest in (state.weights, state.moments):
-            if digest is not None:
-                await asyncio.to_thread(self._objects.persist, digest)
-        return sum(self._objects.size(digest) for digest in (state.weights, state.moments) if digest is not None)
+    async def _recover(self, lane: Lane) -> None:
+        await self._recovery.recover(lane)
+        lane.paused = False
+        self._launch(lane)
 
     def _moved(self, task: Task, queue: str, loss: WorkerLost, seconds: float) -> None:
         """A Task whose worker was lost is in the hands of another."""
@@ -475,33 +341,13 @@ class Scheduler:
         detail = f"worker lost ({loss.reason.detail}) during {op.kind}, 0 steps lost, {seconds:.1f} s, not billed"
         await self._store.add_event(Event(time.time(), "worker_lost", detail, op.tenant, op.run_id, op.seq))
 
-    async def _tell(self, run: Run, kind: EventKind, detail: str) -> None:
-        await self._store.add_event(_event(run, kind, detail))
-
-    def _hold(self, digests: Iterable[str]) -> None:
-        self._held.update(digests)
-
-    def _release(self, digests: Iterable[str]) -> None:
-        for digest in digests:
-            self._held[digest] -= 1
-        self._held = +self._held
-
-    @contextlib.contextmanager
-    def _holding(self) -> Iterator[list[str]]:
-        """Objects that are put into this list through ``_execute`` are kept till the end of the block."""
-        held: list[str] = []
-        try:
-            yield held
-        finally:
-            self._release(held)
-
     async def _settlement(self, op: Op, lane: Lane | None, held: list[str]) -> Settlement:
         try:
             body = decode_body(op.body)
             run = lane.run if lane is not None else None
             program = lower(op.id, body, run, self._settings.tokens_per_task)
             if isinstance(body, Sample) and body.weights is not None:
-                await self._find_sampled(op, body.weights)
+                await self._recovery.find_sampled(op, body.weights)
             self._check_arrays(lane, body, run)
             outcomes = await self._execute(program, lane.run.id if lane else op.scope, held)
             failed = next((outcome for outcome in outcomes if isinstance(outcome, Failed)), None)
@@ -514,7 +360,7 @@ class Scheduler:
             context = await self._context(op, body, lane.run if lane else None)
             settlement = settle_done(context, done)
             if settlement.checkpoint is not None:
-                await asyncio.to_thread(self._write_folder, settlement.checkpoint)
+                await asyncio.to_thread(write_folder, self._folders, settlement.checkpoint)
             return settlement
         except (UserError, ServerError) as error:
             return settle_failed(op, error.problem(), time.time())
@@ -568,13 +414,13 @@ class Scheduler:
         outcome = await self._dispatcher.run(task, queue, stream)
         if isinstance(outcome, Done):
             held.extend(outcome.objects.values())
-            self._held.update(outcome.objects.values())
+            self._held.add(outcome.objects.values())
         return outcome
 
     def _check_arrays(self, lane: Lane | None, body: OpBody, run: Run | None) -> None:
         """Say it when arrays are gone for good, instead of failing in a worker."""
-        if run is not None and not isinstance(body, LoadWeights) and self._missing(_arrays_of(run)):
-            raise _lost(lane.lost if lane is not None and lane.lost else "they are in no store")
+        if run is not None and not isinstance(body, LoadWeights) and missing(self._objects, arrays_of(run)):
+            raise lost(lane.lost if lane is not None and lane.lost else "they are in no store")
 
     async def _context(self, op: Op, body: OpBody, run: Run | None) -> Context:
         checkpoint: Checkpoint | None = None
@@ -589,17 +435,6 @@ class Scheduler:
             checkpoint = await self._store.get_checkpoint(op.tenant, owner, kind, name)
         return Context(op, body, run, self._settings.prices, time.time(), checkpoint, size)
 
-    def _write_folder(self, checkpoint: Checkpoint) -> None:
-        self._folders.write(
-            checkpoint.run_id,
-            checkpoint.kind,
-            checkpoint.name,
-            checkpoint.base,
-            checkpoint.lora,
-            checkpoint.weights,
-            checkpoint.moments,
-        )
-
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._background.add(task)
@@ -611,34 +446,6 @@ class Scheduler:
             # Neither the loop nor the end of an Op may fail quietly: clients would wait for ever.
             log.critical("the scheduler failed; stopping", exc_info=task.exception())
             self._on_fatal()
-
-
-def _arrays_of(run: Run) -> list[str]:
-    """The digests that make up a run's state."""
-    return [*(digest for digest in (run.weights, run.moments) if digest), *(digest for _, digest in run.gradients)]
-
-
-def _update_to(state: Run) -> RunUpdate:
-    return RunUpdate(state.id, state.version, state.weights, state.moments, state.gradients)
-
-
-def _with_state_of(run: Run, state: Run) -> Run:
-    """The run with the arrays of another of its states."""
-    return msgspec.structs.replace(
-        run, version=state.version, weights=state.weights, moments=state.moments, gradients=state.gradients
-    )
-
-
-def _event(run: Run, kind: EventKind, detail: str) -> Event:
-    return Event(time.time(), kind, detail, run.tenant, run.id)
-
-
-def _lost(why: str) -> Gone:
-    return Gone(
-        "weights.lost",
-        f"The arrays of this run are lost and can't be computed again: {why}.",
-        fix="Create a training client from the last saved state, or roll back (gradserve checkpoints lists the steps).",
-    )
 
 
 def _as_stored(op: Op, end: Settlement) -> Op:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from gradserve.compute.objects import ObjectCorrupt, ObjectMissing, ObjectStore
 from gradserve.orchestration.alarms import Alarms
+from gradserve.orchestration.held import Held
 from gradserve.orchestration.manifest import Manifests
 from gradserve.settings import Settings
 from gradserve.store.base import Run, Store, Version, VersionCause
@@ -37,7 +38,7 @@ class _Pending:
 
 
 class Snapshots:
-    """``hold`` keeps digests from the janitor, ``release`` lets them go. Times are those of time.monotonic."""
+    """Times are those of time.monotonic."""
 
     def __init__(
         self,
@@ -46,8 +47,7 @@ class Snapshots:
         manifests: Manifests,
         settings: Settings,
         alarms: Alarms,
-        hold: Callable[[list[str]], None],
-        release: Callable[[list[str]], None],
+        held: Held,
         archive: Callable[[Version], Awaitable[None]] | None = None,
     ) -> None:
         self._store = store
@@ -55,8 +55,7 @@ class Snapshots:
         self._manifests = manifests
         self._settings = settings
         self._alarms = alarms
-        self._hold = hold
-        self._release = release
+        self._held = held
         self._archive = archive
         self._pending: dict[str, _Pending] = {}
         self._busy: set[str] = set()
@@ -97,7 +96,7 @@ class Snapshots:
         run, seq, compute_ms = pending.run, pending.seq, pending.compute_ms
         digests = [digest for digest in (run.weights, run.moments) if digest is not None]
         self._busy.add(run_id)
-        self._hold(digests)
+        self._held.add(digests)
         try:
             await self._write(run, seq, cause)
         except (OSError, ObjectMissing, ObjectCorrupt) as error:
@@ -105,7 +104,7 @@ class Snapshots:
             await self._alarms.raise_("versions", f"step {run.version} of {run.id} could not be made durable: {error}")
             return
         finally:
-            self._release(digests)
+            self._held.release(digests)
             self._busy.discard(run_id)
         await self._alarms.clear("versions")
         if pending.seq == seq:
