@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import threading
 from collections.abc import Awaitable, Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from gradserve.compute import local
 from gradserve.compute.executor import WorkerLost, WorkerState
 from gradserve.compute.local import LocalExecutor
 from gradserve.compute.objects import ObjectStore
@@ -28,6 +30,7 @@ from gradserve.compute.tasks import (
     Usage,
     WorkerSpec,
 )
+from gradserve.compute.zygote.handle import Birth
 from gradserve.wire.data import as_tokens
 from gradserve.wire.ops import LoraConfig, Sample, SamplingParams
 
@@ -196,9 +199,30 @@ def test_a_streamed_sample_is_told_in_parts(tmp_path: Path, tiny_models: dict[st
     run_with(executor, scenario)
 
 
-def _streaming_child(pipe: Any, spec: bytes) -> None:
-    """A worker without a model: a streamed sample gives tokens 1, 2, 3 of two sequences, then its outcome."""
-    pipe.send_bytes(msgspec.msgpack.encode(Ready(os.getpid())))
+class Nurse:
+    """Hands out the ends of pipes whose other ends the test has: a worker that is made of nothing."""
+
+    def __init__(self) -> None:
+        self.ends: list[Any] = []
+
+    async def fork(self, spec: WorkerSpec) -> Birth:
+        ours, theirs = socket.socketpair()
+        self.ends.append(Connection(theirs.detach()))
+        self.ends[-1].send_bytes(msgspec.msgpack.encode(Ready(os.getpid())))
+        ended: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        ended.set_result(0)
+        return Birth(_NOBODY, ours, ended)
+
+    async def close(self) -> None:
+        pass
+
+
+_NOBODY = 2**22 + 1
+"""A pid that Linux never gives."""
+
+
+def stream(pipe: Any) -> None:
+    """A streamed sample gives tokens 1, 2, 3 of two sequences, then its outcome."""
     decoder = msgspec.msgpack.Decoder(ToWorker)
     while True:
         try:
@@ -213,14 +237,13 @@ def _streaming_child(pipe: Any, spec: bytes) -> None:
             pipe.send_bytes(msgspec.msgpack.encode(Done(message.id, Usage())))
 
 
-def test_progress_is_told_in_order_before_the_outcome(
-    tmp_path: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local, "_child", _streaming_child)
-    executor = LocalExecutor([spec(tmp_path, tiny_models)])
+def test_progress_is_told_in_order_before_the_outcome(tmp_path: Path, tiny_models: dict[str, str]) -> None:
+    nurse = Nurse()
+    executor = LocalExecutor([spec(tmp_path, tiny_models)], nursery=nurse)
     told: list[tuple[int, bytes]] = []
 
     async def scenario() -> None:
+        threading.Thread(target=stream, args=nurse.ends).start()
         task = msgspec.structs.replace(endless("a"), stream=True)
         outcome = await executor.run("w", task, lambda report: told.append((report.index, report.tokens)))
         assert isinstance(outcome, Done)
