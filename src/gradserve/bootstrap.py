@@ -17,8 +17,9 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING
 
 from gradserve.compute.available import available_memory
-from gradserve.compute.local import LocalExecutor, warm_up
+from gradserve.compute.local import LocalExecutor
 from gradserve.compute.tasks import WorkerSpec
+from gradserve.compute.zygote.handle import SPARE_S, CannotFork, Zygote, home
 from gradserve.settings import Settings
 
 if TYPE_CHECKING:
@@ -55,15 +56,24 @@ class Paths:
         return self.root / "server.lock"
 
 
-def serve(settings: Settings, tell: Callable[[str], None], on_listening: Callable[[str, list[str]], None]) -> None:
+def serve(
+    settings: Settings,
+    tell: Callable[[str], None],
+    on_listening: Callable[[str, list[str]], None],
+    spare_s: float = SPARE_S,
+) -> None:
     """Run a server until it is told to stop. Raises CannotStart or ModelUnusable before it listens.
 
-    ``on_listening`` gets the URL and the model names as soon as requests are answered.
+    ``on_listening`` gets the URL and the model names as soon as requests are answered. Should this process be killed,
+    loaded models wait ``spare_s`` seconds for the next server.
     """
     _check_exposure(settings)
     settings.data_dir.mkdir(parents=True, exist_ok=True)
-    with _only_server(Paths(settings.data_dir).lock), _listen(settings) as listener:
-        warm_up()  # torch is imported over there while this process imports the rest
+    with (
+        _only_server(Paths(settings.data_dir).lock),
+        _listen(settings) as listener,
+        _zygote(settings.data_dir, spare_s) as zygote,  # imports torch while this process imports the rest
+    ):
         from gradserve.compute.models import load_catalog
         from gradserve.store.wakeups import Wakeups
 
@@ -71,12 +81,14 @@ def serve(settings: Settings, tell: Callable[[str], None], on_listening: Callabl
         _check_sampler(settings, catalog)
         url = f"http://{settings.host}:{listener.getsockname()[1]}"
         wakeups = Wakeups()
-        app = build_app(settings, catalog, wakeups, on_start=lambda: on_listening(url, catalog.names()))
+        app = build_app(settings, catalog, wakeups, zygote, on_start=lambda: on_listening(url, catalog.names()))
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_run_uvicorn(app, listener, on_stop=wakeups.release))
 
 
-def build_app(settings: Settings, catalog: Catalog, wakeups: Wakeups, on_start: Callable[[], None]) -> FastAPI:
+def build_app(
+    settings: Settings, catalog: Catalog, wakeups: Wakeups, zygote: Zygote, on_start: Callable[[], None]
+) -> FastAPI:
     """The whole server as an ASGI application; its lifespan starts and stops scheduler and workers."""
     from gradserve.compute.checkpoints import CheckpointFolders
     from gradserve.compute.objects import ObjectStore, claim, shared_memory_root
@@ -89,7 +101,7 @@ def build_app(settings: Settings, catalog: Catalog, wakeups: Wakeups, on_start: 
     claim(objects.fast, settings.data_dir)
     objects.sweep_temporary()
     store = SqlStore.at(paths.database)
-    executor = LocalExecutor(_worker_specs(settings, catalog), settings.worker_silence_s)
+    executor = LocalExecutor(_worker_specs(settings, catalog), settings.worker_silence_s, zygote)
     folders = CheckpointFolders(paths.checkpoints, objects, catalog)
     scheduler = Scheduler(store, wakeups, executor, objects, folders, catalog, settings, _stop_this_process)
 
@@ -122,6 +134,24 @@ def build_app(settings: Settings, catalog: Catalog, wakeups: Wakeups, on_start: 
     return create_app(settings, store, wakeups, catalog, objects, health=health, lifespan=lifespan)
 
 
+@contextlib.contextmanager
+def _zygote(data_dir: Path, spare_s: float) -> Iterator[Zygote]:
+    """The one that a killed server left, or a new one. It ends with the block, but not with this process."""
+    from gradserve.compute.objects import claim, shared_memory_root
+
+    folder = home(shared_memory_root(data_dir))
+    zygote = Zygote(folder, spare_s)
+    try:
+        zygote.warm_up()
+    except CannotFork as error:
+        raise CannotStart(str(error)) from error
+    try:
+        claim(folder, data_dir)
+        yield zygote
+    finally:
+        zygote.stop()
+
+
 def _stop_this_process() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -129,13 +159,14 @@ def _stop_this_process() -> None:
 def _worker_specs(settings: Settings, catalog: Catalog) -> list[WorkerSpec]:
     from gradserve.compute.objects import shared_memory_root
 
+    data_dir = settings.data_dir.resolve()  # workers may have been forked from a process in another directory
     return [
         WorkerSpec(
             id=f"local-{number}",
             threads=settings.threads_per_worker,
             bases=tuple(facts.spec for facts in catalog.all()),
-            objects=str(shared_memory_root(settings.data_dir)),
-            durable_objects=str(Paths(settings.data_dir).objects),
+            objects=str(shared_memory_root(data_dir)),
+            durable_objects=str(Paths(data_dir).objects),
             kv_cache_bytes=settings.kv_cache_bytes,
             pass_tokens=settings.pass_tokens,
             device=settings.device,

@@ -11,6 +11,9 @@ from typing import Any
 
 import click
 
+_SPARE_OF_EMBEDDED_S = 5.0
+"""An embedded server belongs to a script; when it is killed, its loaded models wait for no other one."""
+
 
 @click.command(help="Start a server on this machine.", short_help="Start a server on this machine.")
 @click.option("--host", help="Address to listen on (default 127.0.0.1; any other needs GRADSERVE_API_KEYS).")
@@ -32,6 +35,7 @@ def serve(models: tuple[str, ...], until_stdin_closes: bool, **given: Any) -> No
 
     from gradserve import bootstrap
     from gradserve.compute.catalog import ModelUnusable
+    from gradserve.compute.zygote.handle import SPARE_S
     from gradserve.settings import Settings
 
     chosen = {name: value for name, value in given.items() if value is not None}
@@ -44,7 +48,8 @@ def serve(models: tuple[str, ...], until_stdin_closes: bool, **given: Any) -> No
     if until_stdin_closes:
         threading.Thread(target=_stop_with_stdin, daemon=True).start()
     try:
-        bootstrap.serve(settings, tell=_say, on_listening=_announce)
+        spare_s = _SPARE_OF_EMBEDDED_S if until_stdin_closes else SPARE_S
+        bootstrap.serve(settings, tell=_say, on_listening=_announce, spare_s=spare_s)
     except (bootstrap.CannotStart, ModelUnusable) as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:

@@ -205,6 +205,12 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     pid: int
 
 
+class LastWords(msgspec.Struct, frozen=True, tag="last_words"):
+    """The worker cannot start or go on, and ends: its exception in one line."""
+
+    message: str
+
+
 ToWorker = Task | Cancel | Ping
-FromWorker = Done | Failed | Progress | Pong | Ready
+FromWorker = Done | Failed | Progress | Pong | Ready | LastWords
 Outcome = Done | Failed

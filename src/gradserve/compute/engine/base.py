@@ -122,7 +122,7 @@ class Base:
 
 
 class Bases:
-    """The bases of a worker by name, each loaded when first asked for."""
+    """The bases of a worker by name, each loaded when first asked for, but for those that came ``loaded``."""
 
     def __init__(
         self,
@@ -130,13 +130,14 @@ class Bases:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         kernels: Kernels = FAST,
+        loaded: dict[str, Base] | None = None,
     ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self._device = device
         self._dtype = dtype
         self._kernels = kernels
         self._threads = torch.get_num_threads()  # before any base has changed it
-        self._loaded: dict[str, Base] = {}
+        self._loaded = dict(loaded or {})
 
     def get(self, name: str) -> Base:
         """Raises Invalid for a name this worker does not serve."""

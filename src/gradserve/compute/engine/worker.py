@@ -11,11 +11,13 @@ import queue
 import signal
 import threading
 import time
+import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import msgspec
+import torch
 
 from gradserve.compute.engine.arrays import Arrays, cache_bytes
 from gradserve.compute.engine.base import Base, Bases
@@ -32,6 +34,7 @@ from gradserve.compute.tasks import (
     Cancel,
     FromWorker,
     GradTask,
+    LastWords,
     Outcome,
     Ping,
     Pong,
@@ -43,15 +46,30 @@ from gradserve.compute.tasks import (
 )
 
 if TYPE_CHECKING:
+    from gradserve.compute.engine.preload import Preloaded
+
     _Pipe: TypeAlias = Connection[Any, Any]
 else:  # generic only for type checkers
     _Pipe = Connection
 
 
-def main(connection: _Pipe, spec: WorkerSpec) -> None:
-    """Serve Tasks until the other end of ``connection`` is closed. Messages are msgpack (tasks.ToWorker)."""
+def main(connection: _Pipe, spec: WorkerSpec, preloaded: Preloaded | None = None) -> None:
+    """Serve Tasks until the other end of ``connection`` is closed. Messages are msgpack (tasks.ToWorker).
+
+    ``preloaded`` is used where it fits ``spec``. What cannot go on says why (LastWords) and raises.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's; it then closes the pipe
-    _Worker(_Wire(connection), spec, Machine.of(spec)).serve()
+    wire = _Wire(connection)
+    try:
+        if preloaded is not None and preloaded.fits(spec):
+            torch.set_num_threads(spec.threads)
+            worker = _Worker(wire, spec, preloaded.machine, preloaded.bases)
+        else:
+            worker = _Worker(wire, spec, Machine.of(spec))
+        worker.serve()
+    except Exception as error:
+        wire.send(LastWords(traceback.format_exception_only(error)[-1].strip()))
+        raise
 
 
 class _Wire:
@@ -64,8 +82,11 @@ class _Wire:
         self._decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 
     def send(self, message: FromWorker) -> None:
-        with self._lock:
-            self._connection.send_bytes(self._encoder.encode(message))
+        try:
+            with self._lock:
+                self._connection.send_bytes(self._encoder.encode(message))
+        except (BrokenPipeError, ConnectionResetError):
+            _end()
 
     def receive(self) -> ToWorker:
         return self._decoder.decode(self._connection.recv_bytes())
@@ -74,14 +95,14 @@ class _Wire:
 class _Worker:
     """Two queues and a debt: how many seconds the sampler is owed before the next training pass."""
 
-    def __init__(self, wire: _Wire, spec: WorkerSpec, machine: Machine) -> None:
+    def __init__(self, wire: _Wire, spec: WorkerSpec, machine: Machine, loaded: dict[str, Base] | None = None) -> None:
         self._wire = wire
         self._inbox: queue.SimpleQueue[Task | Cancel] = queue.SimpleQueue()
         self._training: list[TrainingTask] = []
         self._merge_tokens = spec.merge_tokens
         self._owed_s = 0.0
         self._started = 0.0
-        bases = Bases(spec.bases, machine.device, machine.dtype, machine.kernels)
+        bases = Bases(spec.bases, machine.device, machine.dtype, machine.kernels, loaded)
         store = ObjectStore(Path(spec.objects), Path(spec.durable_objects))
         arrays = Arrays(store, machine.device, cache_bytes(spec.memory_bytes))
         self._engine = Engine(bases, arrays, spec.memory_bytes, self._between_passes)
@@ -103,7 +124,7 @@ class _Worker:
                 else:
                     self._inbox.put(message)
         except (EOFError, OSError):
-            os._exit(0)  # the server is gone; nothing here is worth keeping
+            _end()
         except BaseException:
             os._exit(1)
 
@@ -152,6 +173,11 @@ class _Worker:
             for message in self._sampler.step():
                 self._wire.send(message)
         self._started = time.monotonic()
+
+
+def _end() -> NoReturn:
+    """The server is gone, or has given this worker up: nothing here is worth keeping."""
+    os._exit(0)
 
 
 def _sampler(spec: WorkerSpec, bases: Bases, arrays: Arrays) -> Sampler | VllmSampler:
