@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import keyword
 
 import click
 
@@ -13,6 +14,8 @@ _COMMANDS = {
     "quickstart": "Teach a small language model a task by RL, end to end.",
     "runs": "List runs: steps, tokens, cost.",
     "run": "Show one run: its state, checkpoints and bill.",
+    "export": "Write a checkpoint as a PEFT adapter, a merged model or GGUF, and check it.",
+    "import": "Make a PEFT adapter a checkpoint to train on from.",
 }
 
 
@@ -25,7 +28,8 @@ class _Lazy(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        command = getattr(importlib.import_module(f"gradserve.cli.{cmd_name}"), cmd_name)
+        name = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name
+        command = getattr(importlib.import_module(f"gradserve.cli.{name}"), name)
         assert isinstance(command, click.Command)
         return command
 

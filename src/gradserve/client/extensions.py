@@ -19,16 +19,31 @@ class ExtensionError(RuntimeError):
 
 def get(url: str, path: str, api_key: str) -> bytes:
     """GET a route under /api/v1/gradserve. Raises ExtensionError."""
-    request = urllib.request.Request(f"{url.rstrip('/')}/api/v1/gradserve/{path}", headers={"X-API-Key": api_key})
+    return call(url, f"gradserve/{path}", api_key)
+
+
+def call(url: str, path: str, api_key: str, body: dict[str, Any] | None = None, timeout_s: float = 30) -> bytes:
+    """GET a route under /api/v1, or POST ``body`` to it as JSON. Raises ExtensionError."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"X-API-Key": api_key, "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url.rstrip('/')}/api/v1/{path}", data, headers)
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
-            body: bytes = response.read()
-            return body
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            answer: bytes = response.read()
+            return answer
     except urllib.error.HTTPError as error:
-        text = error.read().decode(errors="replace")
+        text = _detail(error.read())
         raise ExtensionError(f"{request.full_url} answered {error.code}: {text}", error.code) from error
     except urllib.error.URLError as error:
         raise ExtensionError(f"there is no gradserve at {url}: {error.reason}", None) from error
+
+
+def _detail(answer: bytes) -> str:
+    """What a problem document says to people; other answers as they are."""
+    try:
+        return str(json.loads(answer)["detail"])
+    except (ValueError, KeyError, TypeError):
+        return answer.decode(errors="replace")
 
 
 def run_path(run_id: str, lines: int = 0) -> str:

@@ -295,6 +295,10 @@ class Store(Protocol):
         """Newest first; expired ones left out."""
         ...
 
+    async def put_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Write one that no Op made. The one that has its path already stays; returns the stored one."""
+        ...
+
     async def delete_checkpoint(self, tenant: str, run_id: str, kind: str, name: str) -> bool: ...
     async def set_checkpoint_ttl(
         self, tenant: str, run_id: str, kind: str, name: str, expires_at: float | None

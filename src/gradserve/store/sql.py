@@ -156,6 +156,9 @@ class SqlStore(Store):
     ) -> tuple[list[Checkpoint], Page]:
         return await self._read(checkpoints.page, self._now(), tenant, run_id, limit, offset)
 
+    async def put_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
+        return await self._write(checkpoints.put_new, self._now(), checkpoint)
+
     async def delete_checkpoint(self, tenant: str, run_id: str, kind: str, name: str) -> bool:
         return await self._write(checkpoints.delete, self._now(), tenant, run_id, kind, name)
 

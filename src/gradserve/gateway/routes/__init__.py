@@ -7,6 +7,7 @@ from gradserve.gateway.routes import (
     checkpoints,
     files,
     futures,
+    imports,
     ledger,
     models,
     runs,
@@ -29,6 +30,7 @@ ROUTES: list[Api] = [
     *runs.ROUTES,
     *checkpoints.ROUTES,
     *files.ROUTES,
+    *imports.ROUTES,
     *ledger.ROUTES,
     *unserved.ROUTES,
 ]
