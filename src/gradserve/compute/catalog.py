@@ -10,8 +10,10 @@ import math
 from pathlib import Path
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from gradserve.compute.safetensors_file import entries_of
+from gradserve.compute.safetensors_file import entries_of, read_one
 from gradserve.compute.tasks import BaseSpec
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
@@ -77,6 +79,14 @@ def parameter_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     for file in directory.glob("model*.safetensors"):
         shapes |= {name: tuple(entry["shape"]) for name, entry in entries_of(file).items()}
     return shapes
+
+
+def read_parameter(directory: Path, name: str) -> NDArray[np.float32] | None:
+    """One tensor of the weight files, float32; None when they have none of that name."""
+    for file in directory.glob("model*.safetensors"):
+        if name in entries_of(file):
+            return read_one(file, name)
+    return None
 
 
 def _parameters(directory: Path) -> int | None:

@@ -17,6 +17,15 @@ DTYPES: tuple[DType, ...] = get_args(DType)
 STAMP = "gradserve_export.json"
 """The file of an artefact that says where it comes from and how its parity check went."""
 
+HELD_TEXTS = (
+    "The capital of France is Paris, and the river that runs through it is called the Seine.",
+    "def add(a, b):\n    return a + b\n\nprint(add(2, 3))  # 5\n",
+    "Once upon a time there was a small dog who lived by the sea. Every morning it ran along the beach.",
+    "Question: What is 17 + 25?\nAnswer: 17 + 25 = 42.",
+)
+"""What the parity check computes. Text, because models are ill-conditioned on ids at random: rounding to bfloat16 moves
+their log-probs by up to 2 there, and by less than 0.1 on these."""
+
 
 class CannotExport(Exception):
     """This checkpoint can't be written in that form; the message says why and what to do instead."""
@@ -86,7 +95,8 @@ def stamp(source: Source, format: Format, exported: Exported, versions: dict[str
             "mean_abs_difference": parity.mean_abs_difference,
             "bound": parity.bound,
             "passed": parity.passed,
-            "prompts": parity.prompts,
+            "texts": HELD_TEXTS,
+            "tokens": parity.prompts,
         },
     }
 

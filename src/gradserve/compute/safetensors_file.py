@@ -6,6 +6,7 @@ A file is 8 bytes of length (little-endian), a JSON header, the tensors' bytes e
 from __future__ import annotations
 
 import json
+import mmap
 import struct
 from collections.abc import Mapping
 from math import prod
@@ -61,6 +62,16 @@ def entries_of(file: Path) -> dict[str, Any]:
     with open(file, "rb") as opened:
         (length,) = _LENGTH.unpack(opened.read(_LENGTH.size))
         return _entries(opened.read(length))
+
+
+def read_one(file: Path, name: str) -> NDArray[np.float32]:
+    """One tensor of a file, without reading the others. Raises KeyError, BadFile."""
+    with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        start = _LENGTH.size + _LENGTH.unpack_from(mapped)[0]
+        entry = _entries(mapped[_LENGTH.size : start])[name]
+        first, end = entry["data_offsets"]
+        moved = entry | {"data_offsets": [0, end - first]}
+        return _array(name, moved, memoryview(mapped[start + first : start + end]))
 
 
 def load(data: bytes) -> Arrays:

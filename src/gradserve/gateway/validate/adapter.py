@@ -11,13 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from gradserve.compute.catalog import BaseFacts, parameter_shapes
+from gradserve.compute.catalog import BaseFacts, parameter_shapes, read_parameter
 from gradserve.compute.checkpoints import ATTENTION, MLP, UNEMBED
 from gradserve.compute.safetensors_file import Arrays, BadFile, dump, load
 from gradserve.wire.errors import Invalid, Unsupported
 from gradserve.wire.ops import LORA_ALPHA, LoraConfig
 
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+_COPY = ".base_layer.weight"
+_HALF_ULP = 2.0**-8
+"""Relative; of a bfloat16."""
 _HEAD, _EMBEDDING = "lm_head", "model.embed_tokens"
 
 _NO_EFFECT = frozenset(
@@ -45,13 +48,14 @@ Shapes = dict[str, tuple[int, int]]
 def imported(config: dict[str, Any], weights: bytes, base: BaseFacts, max_rank: int) -> tuple[LoraConfig, bytes]:
     """The adapters that a run would have, and the bytes of its weights object. Raises Invalid or Unsupported."""
     scale = _scale(config)
-    tensors = _tensors(weights)
+    tensors = _without_copies(_tensors(weights), base)
     rank = _rank(config, max_rank)
     shapes = _shapes(base)
     lora = _flags(_modules(tensors), shapes, rank)
     _check_shapes(tensors, shapes, rank, base)
-    _check_finite(tensors)
-    return lora, dump(_folded(tensors, scale / (LORA_ALPHA / rank)))
+    folded = _folded(tensors, scale / (LORA_ALPHA / rank))
+    _check_finite(folded)
+    return lora, dump(folded)
 
 
 def _scale(config: dict[str, Any]) -> float:
@@ -73,9 +77,8 @@ def _scale(config: dict[str, Any]) -> float:
 def _number(config: dict[str, Any], key: str) -> float:
     value = config.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool) or not (math.isfinite(value) and value > 0):
-        raise Invalid(
-            "adapter.config", f"config.{key} is {value!r}; it must be a positive number.", field=f"config.{key}"
-        )
+        detail = f"config.{key} is {value!r}; it must be a positive number."
+        raise Invalid("adapter.config", detail, field=f"config.{key}")
     return value
 
 
@@ -95,6 +98,28 @@ def _tensors(weights: bytes) -> Arrays:
         return load(weights)
     except BadFile as error:
         raise Invalid("adapter.file", f"weights is not a usable safetensors file: {error}.", field="weights") from error
+
+
+def _without_copies(tensors: Arrays, base: BaseFacts) -> Arrays:
+    """PEFT saves the head or embedding that an adapter lies on with it. Only a copy of the base's own can be left out.
+
+    Raises Invalid for one that differs by more than rounding to 16 bits.
+    """
+    kept = dict(tensors)
+    for name in sorted(name for name in tensors if name.endswith(_COPY)):
+        module = name.removeprefix(_PREFIX).removesuffix(_COPY)
+        own = read_parameter(Path(base.path), f"{module}.weight")
+        if own is None and module == _HEAD:
+            own = read_parameter(Path(base.path), f"{_EMBEDDING}.weight")
+        copy = kept.pop(name)
+        if own is None or own.shape != copy.shape or not np.allclose(copy, own, rtol=_HALF_ULP, atol=_HALF_ULP**2):
+            raise Invalid(
+                "adapter.tensors",
+                f"{name} is not what {base.name} has there.",
+                field="weights",
+                fix="An adapter that comes with other base weights can't be imported; or it belongs to another base.",
+            )
+    return kept
 
 
 def _modules(tensors: Arrays) -> set[str]:

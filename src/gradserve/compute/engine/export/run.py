@@ -40,7 +40,7 @@ def export(
     refuse_existing(to, failed)
     writer = WRITERS[format]
     chosen = writer.dtype_of(source, dtype)
-    prompts = parity.held_prompts(source.base.vocab_size, source.base.context)
+    prompts = parity.held_prompts(source.base)
     tell("computing the log-probs of the held prompts with gradserve's engine")
     expected = parity.by_engine(source, prompts)
     temporary = to.with_name(f"{to.name}.{secrets.token_hex(4)}.tmp")
