@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,8 +19,8 @@ from gradserve.wire.ops import LoraConfig
 _FLAGS = ("train_attn", "train_mlp", "train_unembed")
 
 
-def fetch(path: str, base: Path | None, data_dir: Path | None, file: Path, tell: Callable[[str], None]) -> Source:
-    """Put the weights of a tinker:// path into ``file``, which does not exist.
+def find(path: str, base: Path | None, data_dir: Path | None, scratch: Path, tell: Callable[[str], None]) -> Source:
+    """The checkpoint of a tinker:// path; what comes from a server is put into the folder ``scratch``.
 
     ``base`` is the directory of the base model; None looks among the configured models. Raises ClickException.
     """
@@ -29,16 +28,21 @@ def fetch(path: str, base: Path | None, data_dir: Path | None, file: Path, tell:
     if not path.startswith("tinker://") or len(parts) != 3 or not all(parts):
         raise click.ClickException(f"{path!r} is not the path of a checkpoint: tinker://<run>/<kind>/<name>")
     if (url := server_url(data_dir)) is not None:
-        name, lora, digest = _from_server(url, path, file)
+        name, lora, file, digest = _from_server(url, path, scratch)
     else:
-        name, lora, digest = _from_disk(data_dir, path, file)
+        name, lora, file, digest = _from_disk(data_dir, path)
     return Source(path, _base(name, base, data_dir, tell), lora, file, digest)
 
 
-def _from_server(url: str, path: str, file: Path) -> tuple[str, LoraConfig | None, str]:
+_Found = tuple[str, LoraConfig | None, Path, str]
+"""Name of the base, adapters (None: all parameters), file of the weights and its SHA-256."""
+
+
+def _from_server(url: str, path: str, scratch: Path) -> _Found:
     from gradserve.client import download
 
     key = os.environ.get("TINKER_API_KEY", "tml-local")
+    file = scratch / "weights.safetensors"
     try:
         info = download.weights_info(url, path, key)
         digest = download.weights(url, path, key, file)
@@ -46,23 +50,22 @@ def _from_server(url: str, path: str, file: Path) -> tuple[str, LoraConfig | Non
         raise click.ClickException(str(error)) from error
     # The seed made the first weights; these are others, and nobody asks for it.
     lora = LoraConfig(info["lora_rank"], 0, **{flag: info[flag] for flag in _FLAGS}) if info["is_lora"] else None
-    return info["base_model"], lora, digest
+    return info["base_model"], lora, file, digest
 
 
-def _from_disk(data_dir: Path | None, path: str, file: Path) -> tuple[str, LoraConfig | None, str]:
+def _from_disk(data_dir: Path | None, path: str) -> _Found:
     from gradserve.bootstrap import Paths
     from gradserve.compute.objects import SUFFIX
 
     checkpoint = asyncio.run(_checkpoint(data_dir, path))
     if checkpoint is None:
         raise click.ClickException(f"there is no checkpoint {path} here; gradserve run shows those of a run")
-    stored = Paths(_data_dir(data_dir)).objects / (checkpoint.weights + SUFFIX)
-    if not stored.is_file():
-        raise click.ClickException(f"the weights of {path} are lost: there is no {stored}")
-    shutil.copyfile(stored, file)
+    file = Paths(_data_dir(data_dir)).objects / (checkpoint.weights + SUFFIX)
+    if not file.is_file():
+        raise click.ClickException(f"the weights of {path} are lost: there is no {file}")
     if (found := sha256(file)) != checkpoint.weights:
-        raise click.ClickException(f"the weights of {path} are damaged: the bytes of {stored} have the SHA-256 {found}")
-    return checkpoint.base, checkpoint.lora, checkpoint.weights
+        raise click.ClickException(f"the weights of {path} are damaged: the bytes of {file} have the SHA-256 {found}")
+    return checkpoint.base, checkpoint.lora, file, checkpoint.weights
 
 
 async def _checkpoint(data_dir: Path | None, path: str) -> Checkpoint | None:

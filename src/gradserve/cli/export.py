@@ -41,12 +41,12 @@ def export(
     those of the checkpoint. The result is kept in the folder, in gradserve_export.json. An artefact that differs too
     much is kept as DIR.failed-parity, and the exit code is 1.
     """
-    from gradserve.cli.checkpoint import fetch
+    from gradserve.cli.checkpoint import find
     from gradserve.compute.exports import CannotExport
 
     _refuse_existing(to)
     with tempfile.TemporaryDirectory(prefix="gradserve-export-") as scratch:
-        source = fetch(checkpoint, base, data_dir, Path(scratch) / "weights.safetensors", _say)
+        source = find(checkpoint, base, data_dir, Path(scratch), _say)
         from gradserve.compute.engine.export import run  # torch: only when there is something to do
 
         try:

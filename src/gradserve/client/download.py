@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from gradserve.client.extensions import ExtensionError, call
+from gradserve.client.extensions import ExtensionError, call, detail
 
 _PIECE = 1 << 20
 _DIGEST = "sha-256=:"
@@ -37,7 +37,9 @@ def weights(url: str, path: str, api_key: str, file: Path) -> str:
     (link,) = [link for name, link in urls.items() if name.endswith(".safetensors")]
     try:
         return _fetch(link, file)
-    except (urllib.error.URLError, OSError) as error:
+    except urllib.error.HTTPError as error:
+        raise ExtensionError(f"the server answered {error.code}: {detail(error.read())}", error.code) from error
+    except OSError as error:
         raise ExtensionError(f"the weights of {path} could not be fetched: {error}", None) from error
 
 

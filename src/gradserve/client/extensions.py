@@ -32,13 +32,13 @@ def call(url: str, path: str, api_key: str, body: dict[str, Any] | None = None, 
             answer: bytes = response.read()
             return answer
     except urllib.error.HTTPError as error:
-        text = _detail(error.read())
+        text = detail(error.read())
         raise ExtensionError(f"{request.full_url} answered {error.code}: {text}", error.code) from error
     except urllib.error.URLError as error:
         raise ExtensionError(f"there is no gradserve at {url}: {error.reason}", None) from error
 
 
-def _detail(answer: bytes) -> str:
+def detail(answer: bytes) -> str:
     """What a problem document says to people; other answers as they are."""
     try:
         return str(json.loads(answer)["detail"])

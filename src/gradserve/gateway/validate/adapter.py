@@ -21,7 +21,7 @@ _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _COPY = ".base_layer.weight"
 _HALF_ULP = 2.0**-8
 """Relative; of a bfloat16."""
-_HEAD, _EMBEDDING = "lm_head", "model.embed_tokens"
+_HEAD, _EMBEDDING = "lm_head", "embed_tokens"
 
 _NO_EFFECT = frozenset(
     {
@@ -83,9 +83,11 @@ def _number(config: dict[str, Any], key: str) -> float:
 
 
 def _rank(config: dict[str, Any], max_rank: int) -> int:
-    rank = _number(config, "r")
+    key = "r"
+    rank = _number(config, key)
     if not (rank == int(rank) and rank <= max_rank):
-        raise Invalid("lora.rank", f"config.r is {rank}; this server takes 1 to {max_rank}.", field="config.r")
+        field = f"config.{key}"
+        raise Invalid("lora.rank", f"{field} is {rank}; this server takes 1 to {max_rank}.", field=field)
     return int(rank)
 
 
@@ -110,7 +112,7 @@ def _without_copies(tensors: Arrays, base: BaseFacts) -> Arrays:
         module = name.removeprefix(_PREFIX).removesuffix(_COPY)
         own = read_parameter(Path(base.path), f"{module}.weight")
         if own is None and module == _HEAD:
-            own = read_parameter(Path(base.path), f"{_EMBEDDING}.weight")
+            own = read_parameter(Path(base.path), f"model.{_EMBEDDING}.weight")
         copy = kept.pop(name)
         if own is None or own.shape != copy.shape or not np.allclose(copy, own, rtol=_HALF_ULP, atol=_HALF_ULP**2):
             raise Invalid(
@@ -145,7 +147,7 @@ def _shapes(base: BaseFacts) -> Shapes:
             f"The weight files of {base.name} are not safetensors, so the adapter can't be compared with them.",
             field="base",
         )
-    found.setdefault(_HEAD, found[_EMBEDDING])
+    found.setdefault(_HEAD, found[f"model.{_EMBEDDING}"])
     wanted = (*ATTENTION, *MLP, *UNEMBED)
     return {name: (s[0], s[1]) for name, s in found.items() if name.rpartition(".")[2] in wanted and len(s) == 2}
 
@@ -196,8 +198,9 @@ def _check_finite(tensors: Arrays) -> None:
 
 
 def _folded(tensors: Arrays, factor: float) -> Arrays:
-    """The same product under our scale: B times ``factor``, rounded once."""
-    return {
-        name: (array.astype(np.float64) * factor).astype(np.float32) if name.endswith(_B) else array
-        for name, array in tensors.items()
-    }
+    """The same product under our scale: B times ``factor``, rounded once. What gets too large becomes infinite."""
+    with np.errstate(over="ignore"):
+        return {
+            name: (array.astype(np.float64) * factor).astype(np.float32) if name.endswith(_B) else array
+            for name, array in tensors.items()
+        }
