@@ -42,7 +42,9 @@ def export(
     much is kept as DIR.failed-parity, and the exit code is 1.
     """
     from gradserve.cli.checkpoint import find
+    from gradserve.compute.catalog import ModelUnusable
     from gradserve.compute.exports import CannotExport
+    from gradserve.wire.errors import UserError
 
     _refuse_existing(to)
     with tempfile.TemporaryDirectory(prefix="gradserve-export-") as scratch:
@@ -51,7 +53,7 @@ def export(
 
         try:
             exported = run.export(source, to, kind, dtype, _say)
-        except CannotExport as error:
+        except (CannotExport, ModelUnusable, UserError, OSError) as error:
             raise click.ClickException(str(error)) from error
     _report(exported)
 

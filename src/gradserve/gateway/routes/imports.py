@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from gradserve.gateway.bodies import ImportBody
-from gradserve.gateway.call import Api, Call, answer_json
+from gradserve.gateway.call import Api, Call, answer_json, decode_json
 from gradserve.gateway.validate.adapter import imported
 from gradserve.gateway.validate.models import checkpoint_name, known_model
 from gradserve.store.base import Checkpoint
@@ -18,7 +18,7 @@ from gradserve.store.base import Checkpoint
 
 async def import_adapter(call: Call) -> Response:
     """Make a PEFT adapter a checkpoint without optimizer moments. The same adapter gets the same path again."""
-    body = await call.json(ImportBody)
+    body = await asyncio.to_thread(decode_json, await call.body(), ImportBody)
     base = known_model(call.gateway.catalog, body.base, "base")
     name = checkpoint_name(body.name, "name")
     max_rank = call.gateway.settings.max_lora_rank

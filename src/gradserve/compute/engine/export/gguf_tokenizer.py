@@ -76,8 +76,11 @@ def add(writer: gguf.GGUFWriter, tokenizer: Any, size: int) -> None:
     ):
         if id is not None:
             put(id)
-    if tokenizer.chat_template is not None:
-        writer.add_chat_template(tokenizer.chat_template)
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict):
+        templates = [{"name": name, "template": text} for name, text in templates.items()]
+    if templates is not None:
+        writer.add_chat_template(templates)
 
 
 def compare(original: Any, read_back: Any) -> None:
