@@ -138,6 +138,20 @@ async def test_a_checkpoint_comes_back_whole(store: Store) -> None:
 
 
 @each_store
+async def test_a_checkpoint_of_no_op_is_put_once(store: Store) -> None:
+    first = a_checkpoint(moments=None)
+    assert await store.put_checkpoint(first) == first
+    await store.set_checkpoint_public("acme", "r", "weights", "c", True)
+    shown = a_checkpoint(moments=None, public=True)
+    assert await store.put_checkpoint(a_checkpoint(moments=None, created_at=9.0)) == shown
+    assert await store.get_checkpoint("acme", "r", "weights", "c") == shown
+    assert first.weights in await store.live_digests()
+    await store.set_checkpoint_ttl("acme", "r", "weights", "c", NOW - 1)
+    assert await store.put_checkpoint(first) == first  # one that has expired makes room
+    assert await store.get_checkpoint("acme", "r", "weights", "c") == first
+
+
+@each_store
 async def test_an_expired_checkpoint_is_gone_for_everybody(store: Store) -> None:
     await write_checkpoint(store, a_checkpoint("old", expires_at=NOW, public=True))
     await write_checkpoint(store, a_checkpoint("young", expires_at=NOW + 1))

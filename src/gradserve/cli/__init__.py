@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import keyword
 
 import click
 
@@ -19,6 +20,8 @@ _COMMANDS = {
     "fork": "Name a step of a run, to begin another run with it.",
     "diff": "Compare two runs, or two steps.",
     "lineage": "Show where the weights of a run come from.",
+    "export": "Write a checkpoint as a PEFT adapter, a merged model or GGUF, and check it.",
+    "import": "Make a PEFT adapter a checkpoint to train on from.",
 }
 
 
@@ -31,7 +34,8 @@ class _Lazy(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        command = getattr(importlib.import_module(f"gradserve.cli.{cmd_name}"), cmd_name)
+        name = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name
+        command = getattr(importlib.import_module(f"gradserve.cli.{name}"), name)
         assert isinstance(command, click.Command)
         return command
 

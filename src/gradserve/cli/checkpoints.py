@@ -21,8 +21,8 @@ def checkpoints(run_id: str, url: str) -> None:
 
     Any step since the oldest of them can be had again too (rollback, fork): it is computed again.
     """
-    detail = ask(url, "GET", run_route(run_id, "?lines=0"))
-    versions = ask(url, "GET", run_route(run_id, "/versions"))["versions"]
+    detail = ask(url, run_route(run_id, "?lines=0"))
+    versions = ask(url, run_route(run_id, "/versions"))["versions"]
     saved = detail["checkpoints"]
     for one in saved:
         click.echo(f"{_line(one)}  {_path(one)}{_expiry(one)}")

@@ -33,7 +33,7 @@ def _summary(url: str, what: str) -> dict[str, Any]:
     else:
         run_id, _, name = what.partition("@")
     query = f"?version={quote(name)}" if name else ""
-    found: dict[str, Any] = ask(url, "GET", run_route(run_id, f"/summary{query}"))
+    found: dict[str, Any] = ask(url, run_route(run_id, f"/summary{query}"))
     return found
 
 

@@ -15,6 +15,6 @@ from gradserve.cli.remote import URL, ask, run_route, step_or_name
 def fork(run_id: str, at: str, name: str | None, url: str) -> None:
     """Name step --at of RUN_ID, computed again if it is not kept, so that other runs can begin with it."""
     body = {"name": name or f"fork-{at}", "version": step_or_name(at), "fork": True}
-    found = ask(url, "POST", run_route(run_id, "/name"), body)
+    found = ask(url, run_route(run_id, "/name"), body)
     click.echo(f"step {found['version']} is {found['path']}; a run that begins with it:")
     click.echo(f'  service.create_training_client_from_state_with_optimizer("{found["path"]}").result()')

@@ -14,7 +14,7 @@ from gradserve.cli.remote import URL, ask, run_route
 @URL
 def lineage(run_id: str, url: str) -> None:
     """Show from which runs and checkpoints RUN_ID descends, its own turns, and the runs that began with it."""
-    found = ask(url, "GET", run_route(run_id, "/lineage"))
+    found = ask(url, run_route(run_id, "/lineage"))
     line = found["ancestors"]
     click.echo(f"{line[-1]['base']} (base)")
     for depth, ancestor in enumerate(reversed(line), 1):

@@ -16,13 +16,17 @@ URL = click.option(
 )
 
 
-def ask(url: str, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    """The JSON that a route under /api/v1/gradserve answers; a refusal ends the command with its words."""
+_PATIENCE_S = 600.0
+"""A step that is not kept is computed again first."""
+
+
+def ask(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """What a route under /api/v1/gradserve answers to a GET, or to a POST of ``body``; a refusal ends the command."""
     try:
-        data = None if body is None else msgspec.json.encode(body)
-        return msgspec.json.decode(call(method, url, path, os.environ.get("TINKER_API_KEY", "tml-local"), data))
+        key = os.environ.get("TINKER_API_KEY", "tml-local")
+        return msgspec.json.decode(call(url, f"gradserve/{path}", key, body, _PATIENCE_S))
     except ExtensionError as error:
-        raise click.ClickException(words(error)) from error
+        raise click.ClickException(str(error)) from error
 
 
 def run_route(run_id: str, rest: str = "") -> str:
@@ -33,12 +37,3 @@ def run_route(run_id: str, rest: str = "") -> str:
 def step_or_name(text: str) -> int | str:
     """What the user means by STEP|NAME."""
     return int(text) if text.isdigit() else text
-
-
-def words(error: ExtensionError) -> str:
-    """The problem document's own words, if there is one."""
-    start = str(error).find("{")
-    try:
-        return str(msgspec.json.decode(str(error)[start:])["detail"])
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return str(error)

@@ -16,8 +16,8 @@ def resume(run_id: str, name: str | None, url: str) -> None:
 
     Gradients that were accumulated after that step are not part of it.
     """
-    version = ask(url, "GET", run_route(run_id, "?lines=0"))["run"]["version"]
-    found = ask(url, "POST", run_route(run_id, "/name"), {"name": name or f"resume-{version}", "version": version})
+    version = ask(url, run_route(run_id, "?lines=0"))["run"]["version"]
+    found = ask(url, run_route(run_id, "/name"), {"name": name or f"resume-{version}", "version": version})
     click.echo(f"step {found['version']} is {found['path']}")
     click.echo("  service.create_training_client_from_state_with_optimizer(")
     click.echo(f'      "{found["path"]}").result()')

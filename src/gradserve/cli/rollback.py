@@ -16,5 +16,5 @@ def rollback(run_id: str, to: str, url: str) -> None:
 
     Accumulated gradients are dropped. Steps after it stay in the journal, and can be forked until they expire.
     """
-    run = ask(url, "POST", run_route(run_id, "/rollback"), {"version": step_or_name(to)})["run"]
+    run = ask(url, run_route(run_id, "/rollback"), {"version": step_or_name(to)})["run"]
     click.echo(f"{run['id']} is at step {run['version']}, weights {(run['weights'] or '')[:16]}")

@@ -16,19 +16,19 @@ from gradserve.store.overview import RunDetail, RunList, list_overviews, run_det
 
 def list_of_runs(data_dir: Path | None, limit: int) -> RunList:
     """The newest runs."""
-    if (url := _server(data_dir)) is not None:
+    if (url := server_url(data_dir)) is not None:
         return msgspec.json.decode(_ask(url, f"runs?limit={limit}"), type=RunList)
     return asyncio.run(_list_from_disk(data_dir, limit))
 
 
 def one_run(data_dir: Path | None, run_id: str, lines: int) -> RunDetail | None:
     """One run; None when it does not exist."""
-    if (url := _server(data_dir)) is not None:
+    if (url := server_url(data_dir)) is not None:
         return msgspec.json.decode(_ask(url, run_path(run_id, lines)), type=RunDetail | None)
     return asyncio.run(_one_from_disk(data_dir, run_id, lines))
 
 
-def _server(data_dir: Path | None) -> str | None:
+def server_url(data_dir: Path | None) -> str | None:
     """GRADSERVE_URL, unless a data directory was named."""
     return os.environ.get("GRADSERVE_URL") if data_dir is None else None
 
@@ -43,7 +43,7 @@ def _ask(url: str, path: str) -> bytes:
 
 
 async def _list_from_disk(data_dir: Path | None, limit: int) -> RunList:
-    store = _store(data_dir)
+    store = open_store(data_dir)
     await store.open()
     try:
         return await list_overviews(store, None, limit, 0)
@@ -52,7 +52,7 @@ async def _list_from_disk(data_dir: Path | None, limit: int) -> RunList:
 
 
 async def _one_from_disk(data_dir: Path | None, run_id: str, lines: int) -> RunDetail | None:
-    store = _store(data_dir)
+    store = open_store(data_dir)
     await store.open()
     try:
         return await run_detail(store, None, run_id, lines)
@@ -60,7 +60,8 @@ async def _one_from_disk(data_dir: Path | None, run_id: str, lines: int) -> RunD
         await store.close()
 
 
-def _store(data_dir: Path | None) -> Store:
+def open_store(data_dir: Path | None) -> Store:
+    """The store of a data directory, to look into. Raises ClickException when there is none."""
     from gradserve.bootstrap import Paths
     from gradserve.settings import Settings
     from gradserve.store.sql import SqlStore

@@ -19,29 +19,36 @@ class ExtensionError(RuntimeError):
 
 def get(url: str, path: str, api_key: str) -> bytes:
     """GET a route under /api/v1/gradserve. Raises ExtensionError."""
-    return call("GET", url, path, api_key)
+    return call(url, f"gradserve/{path}", api_key)
 
 
-def post(url: str, path: str, api_key: str, body: dict[str, Any]) -> Any:
-    """POST JSON to a route under /api/v1/gradserve; the JSON that it answers. Raises ExtensionError."""
-    return json.loads(call("POST", url, path, api_key, json.dumps(body).encode()))
+def call(url: str, path: str, api_key: str, body: dict[str, Any] | None = None, timeout_s: float = 30) -> bytes:
+    """GET a route under /api/v1, or POST ``body`` to it as JSON. Raises ExtensionError."""
+    data = None if body is None else json.dumps(body).encode()
+    return send("GET" if body is None else "POST", url, path, api_key, data, timeout_s)
 
 
-def call(method: str, url: str, path: str, api_key: str, body: bytes | None = None, timeout_s: float = 600.0) -> bytes:
-    """Any request to a route under /api/v1/gradserve; what it answers. Raises ExtensionError."""
-    headers = {"X-API-Key": api_key, "Content-Type": "application/octet-stream"}
-    request = urllib.request.Request(
-        f"{url.rstrip('/')}/api/v1/gradserve/{path}", data=body, headers=headers, method=method
-    )
+def send(method: str, url: str, path: str, api_key: str, data: bytes | None = None, timeout_s: float = 600) -> bytes:
+    """Any request to a route under /api/v1; what it answers. Raises ExtensionError."""
+    headers = {"X-API-Key": api_key, "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url.rstrip('/')}/api/v1/{path}", data, headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
             answer: bytes = response.read()
             return answer
     except urllib.error.HTTPError as error:
-        text = error.read().decode(errors="replace")
+        text = detail(error.read())
         raise ExtensionError(f"{request.full_url} answered {error.code}: {text}", error.code) from error
     except urllib.error.URLError as error:
         raise ExtensionError(f"there is no gradserve at {url}: {error.reason}", None) from error
+
+
+def detail(answer: bytes) -> str:
+    """What a problem document says to people; other answers as they are."""
+    try:
+        return str(json.loads(answer)["detail"])
+    except (ValueError, KeyError, TypeError):
+        return answer.decode(errors="replace")
 
 
 def run_path(run_id: str, lines: int = 0) -> str:

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from tinker import TrainingClient
 
 from gradserve.client.connect import LOCAL_KEY
-from gradserve.client.extensions import call
+from gradserve.client.extensions import send
 
 
 def set_client_state(training_client: TrainingClient, state: bytes) -> None:
@@ -34,4 +34,4 @@ def _call(method: str, training_client: TrainingClient, query: str, body: bytes 
     holder = training_client.holder
     key = holder._api_key or LOCAL_KEY
     route = f"runs/{quote(training_client.model_id, safe=':')}/client_state{query}"
-    return call(method, holder._base_url, route, key, body)
+    return send(method, holder._base_url, f"gradserve/{route}", key, body)

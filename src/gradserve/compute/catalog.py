@@ -10,7 +10,10 @@ import math
 from pathlib import Path
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
+from gradserve.compute.safetensors_file import entries_of, read_one
 from gradserve.compute.tasks import BaseSpec
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
@@ -70,13 +73,24 @@ def read_facts(name: str, directory: Path) -> BaseFacts:
     )
 
 
-def _parameters(directory: Path) -> int | None:
-    """From the headers of the weight files alone (eight bytes of length, then JSON)."""
-    shapes: dict[str, list[int]] = {}
+def parameter_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by name, from the headers of the weight files alone; empty when they are not safetensors."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in directory.glob("model*.safetensors"):
-        with open(file, "rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+        shapes |= {name: tuple(entry["shape"]) for name, entry in entries_of(file).items()}
+    return shapes
+
+
+def read_parameter(directory: Path, name: str) -> NDArray[np.float32] | None:
+    """One tensor of the weight files, float32; None when they have none of that name."""
+    for file in directory.glob("model*.safetensors"):
+        if name in entries_of(file):
+            return read_one(file, name)
+    return None
+
+
+def _parameters(directory: Path) -> int | None:
+    shapes = parameter_shapes(directory)
     return sum(math.prod(shape) for shape in shapes.values()) if shapes else None
 
 

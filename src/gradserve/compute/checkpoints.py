@@ -71,17 +71,22 @@ def weights_file(lora: LoraConfig | None) -> str:
 def small_files(base: str, lora: LoraConfig | None, catalog: Catalog) -> dict[str, bytes]:
     """The files beside the weights, by name. Raises ModelUnusable when the base's own are needed and not offered."""
     if lora is not None:
-        return {"adapter_config.json": _pretty(adapter_config(base, lora))}
+        return {"adapter_config.json": pretty(adapter_config(base, lora))}
     facts = catalog.get(base)
     if facts is None:
         raise ModelUnusable(f"the base model {base!r} is not offered any more; its config and tokenizer are needed")
     folder = Path(facts.path)
-    found = {file for pattern in _SMALL_FILES for file in folder.glob(pattern)}
-    kept = {file.name: file.read_bytes() for file in found if not any(file.match(name) for name in _OF_THE_WEIGHTS)}
-    return kept | {"config.json": _pretty(model_config(folder))}
+    return companions(folder) | {"config.json": pretty(model_config(folder))}
 
 
-def _pretty(content: dict[str, object]) -> bytes:
+def companions(base: Path) -> dict[str, bytes]:
+    """The small files of a model directory that say nothing of its weights (tokenizer, generation config), by name."""
+    found = {file for pattern in _SMALL_FILES for file in base.glob(pattern)}
+    return {file.name: file.read_bytes() for file in found if not any(file.match(name) for name in _OF_THE_WEIGHTS)}
+
+
+def pretty(content: dict[str, object]) -> bytes:
+    """JSON for people to read."""
     return (json.dumps(content, indent=2) + "\n").encode()
 
 

@@ -36,6 +36,18 @@ def load_catalog(models: dict[str, str], data_dir: Path, tell: Callable[[str], N
     return Catalog([_load(name, source, data_dir / "models", tell) for name, source in models.items()])
 
 
+def find_base(name: str, models: dict[str, str], data_dir: Path, tell: Callable[[str], None]) -> BaseFacts:
+    """The one of these models (the default ones when there are none) by which a server would answer to ``name``.
+
+    Only that one is converted or fetched. Raises ModelUnusable.
+    """
+    offered = models or DEFAULT_MODELS
+    for known in (name, name.partition(":")[0]):
+        if known in offered:
+            return _load(known, offered[known], data_dir / "models", tell)
+    raise ModelUnusable(f"the base model {name!r} is not among the models configured here ({', '.join(offered)})")
+
+
 def _load(name: str, source: str, cache: Path, tell: Callable[[str], None]) -> BaseFacts:
     if not _NAME.fullmatch(name):
         raise ModelUnusable(

@@ -272,6 +272,15 @@ class PathBody(Lenient, frozen=True):
     tinker_path: str
 
 
+class ImportBody(Strict, frozen=True, kw_only=True):
+    """POST gradserve/import. ``config`` is adapter_config.json, ``weights`` adapter_model.safetensors in base64."""
+
+    base: str
+    config: dict[str, Any]
+    weights: bytes
+    name: str = "imported"
+
+
 class TtlBody(Lenient, frozen=True):
     """PUT .../ttl. ``null`` removes the expiry; the field itself must be there."""
 

@@ -118,7 +118,7 @@ class Recovery:
             event = (
                 None if ask.purpose is None else _event(run, ask.purpose, f"step {state.version} as {checkpoint.path}")
             )
-            await self._store.put_checkpoint(checkpoint, event)
+            await self._store.name_version(checkpoint, event)
         return checkpoint
 
     async def roll_back(self, lane: Lane, wanted: int) -> None:

@@ -411,8 +411,12 @@ class Store(Protocol):
         """Newest first; expired ones left out."""
         ...
 
-    async def put_checkpoint(self, checkpoint: Checkpoint, event: Event | None = None) -> None:
-        """Write a checkpoint outside an Op; it replaces one of that name."""
+    async def name_version(self, checkpoint: Checkpoint, event: Event | None = None) -> None:
+        """Write a checkpoint of a run outside its Ops; it replaces one of that name."""
+        ...
+
+    async def put_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Write one that no Op made. The one that has its path already stays; returns the stored one."""
         ...
 
     async def delete_checkpoint(self, tenant: str, run_id: str, kind: str, name: str) -> bool: ...

@@ -223,8 +223,11 @@ class SqlStore(Store):
     ) -> tuple[list[Checkpoint], Page]:
         return await self._read(checkpoints.page, self._now(), tenant, run_id, limit, offset)
 
-    async def put_checkpoint(self, checkpoint: Checkpoint, event: Event | None = None) -> None:
-        await self._write(_put_checkpoint, checkpoint, event)
+    async def name_version(self, checkpoint: Checkpoint, event: Event | None = None) -> None:
+        await self._write(_name_version, checkpoint, event)
+
+    async def put_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
+        return await self._write(checkpoints.put_new, self._now(), checkpoint)
 
     async def delete_checkpoint(self, tenant: str, run_id: str, kind: str, name: str) -> bool:
         return await self._write(checkpoints.delete, self._now(), tenant, run_id, kind, name)
@@ -271,7 +274,7 @@ def _restore(connection: Connection, tenant: str, update: RunUpdate, durable: Ve
     history.add_event(connection, event)
 
 
-def _put_checkpoint(connection: Connection, checkpoint: Checkpoint, event: Event | None) -> None:
+def _name_version(connection: Connection, checkpoint: Checkpoint, event: Event | None) -> None:
     checkpoints.put(connection, checkpoint)
     if event is not None:
         history.add_event(connection, event)

@@ -216,7 +216,7 @@ class Gate:
 
 
 @contextmanager
-def opened(root: Path, **settings: Any) -> Iterator[Gate]:
+def opened(root: Path, models: tuple[BaseFacts, ...] = (TINY, OTHER), **settings: Any) -> Iterator[Gate]:
     """A gateway that lives as long as the block."""
     store, wakeups = SqlStore.in_memory(), Wakeups()
     objects = ObjectStore(root / "fast", root / "durable")
@@ -231,7 +231,7 @@ def opened(root: Path, **settings: Any) -> Iterator[Gate]:
         Settings(data_dir=root, **{"long_poll_s": 0.05, **settings}),
         store,
         wakeups,
-        Catalog([TINY, OTHER]),
+        Catalog(list(models)),
         objects,
         health=lambda: {"workers": []},
         lifespan=lifespan,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradserve.compute import safetensors_file
 from gradserve.compute.engine.lora import Tensors
 
 _NAMES = {
@@ -33,7 +34,6 @@ _NAMES = {
 
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 _LENGTH = struct.Struct("<Q")
-_ALIGNMENT = 8
 _METADATA = "__metadata__"
 
 
@@ -49,22 +49,8 @@ def dump(tensors: Tensors, metadata: dict[str, str] | None = None) -> bytearray:
 
 
 def layout(tensors: Tensors, metadata: dict[str, str] | None) -> tuple[bytes, dict[str, int]]:
-    """The beginning of a file of such tensors (meta tensors will do), and where in the file each one starts, in order.
-
-    Larger items come first, as in the library's files: then all are aligned.
-    """
-    entries: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))} if metadata else {}
-    offsets: dict[str, int] = {}
-    at = 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
-        end = at + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
-        offsets[name] = at
-        at = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    header = _LENGTH.pack(len(text)) + text
-    return header, {name: len(header) + offset for name, offset in offsets.items()}
+    """The beginning of a file of such tensors (meta tensors will do), and where in it each one starts, in order."""
+    return safetensors_file.layout({name: (_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}, metadata)
 
 
 def load(file: Path, device: torch.device) -> tuple[Tensors, dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 
 from starlette.responses import FileResponse, Response
@@ -62,7 +63,9 @@ async def _weights(call: Call, checkpoint: Checkpoint) -> Response:
         raise ServerError("checkpoint.lost", f"The weights of {checkpoint.path} are not on this machine.") from error
     except ObjectCorrupt as error:
         raise ServerError("checkpoint.corrupt", f"The stored weights of {checkpoint.path} are damaged.") from error
-    return FileResponse(path, media_type="application/octet-stream", filename=weights_file(checkpoint.lora))
+    headers = {"Repr-Digest": f"sha-256=:{base64.b64encode(bytes.fromhex(checkpoint.weights)).decode()}:"}  # RFC 9530
+    name = weights_file(checkpoint.lora)
+    return FileResponse(path, media_type="application/octet-stream", filename=name, headers=headers)
 
 
 ROUTES = [

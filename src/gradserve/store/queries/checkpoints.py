@@ -42,6 +42,14 @@ def put(connection: Connection, new: Checkpoint) -> None:
     connection.execute(_INSERT, asdict(new))
 
 
+def put_new(connection: Connection, now: float, new: Checkpoint) -> Checkpoint:
+    """Unless there is one of that name which has not expired; the one that is there then."""
+    existing = get(connection, now, new.tenant, new.run_id, new.kind, new.name)
+    if existing is None:
+        put(connection, new)
+    return existing or new
+
+
 def get(connection: Connection, now: float, tenant: str | None, run_id: str, kind: str, name: str) -> Checkpoint | None:
     row = connection.execute(_BY_NAME, {**_name(run_id, kind, name), "now": now}).first()
     if row is None:

@@ -1,0 +1,97 @@
+"""A checkpoint's weights on this machine, checked: from a server's API, or from the data directory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from gradserve.cli.source import open_store, server_url
+from gradserve.client.extensions import ExtensionError
+from gradserve.compute.catalog import BaseFacts, ModelUnusable, read_facts
+from gradserve.compute.exports import Source, sha256
+from gradserve.store.base import Checkpoint
+from gradserve.wire.ops import LoraConfig
+
+_FLAGS = ("train_attn", "train_mlp", "train_unembed")
+
+
+def find(path: str, base: Path | None, data_dir: Path | None, scratch: Path, tell: Callable[[str], None]) -> Source:
+    """The checkpoint of a tinker:// path; what comes from a server is put into the folder ``scratch``.
+
+    ``base`` is the directory of the base model; None looks among the configured models. Raises ClickException.
+    """
+    parts = path.removeprefix("tinker://").split("/")
+    if not path.startswith("tinker://") or len(parts) != 3 or not all(parts):
+        raise click.ClickException(f"{path!r} is not the path of a checkpoint: tinker://<run>/<kind>/<name>")
+    if (url := server_url(data_dir)) is not None:
+        name, lora, file, digest = _from_server(url, path, scratch)
+    else:
+        name, lora, file, digest = _from_disk(data_dir, path)
+    return Source(path, _base(name, base, data_dir, tell), lora, file, digest)
+
+
+_Found = tuple[str, LoraConfig | None, Path, str]
+"""Name of the base, adapters (None: all parameters), file of the weights and its SHA-256."""
+
+
+def _from_server(url: str, path: str, scratch: Path) -> _Found:
+    from gradserve.client import download
+
+    key = os.environ.get("TINKER_API_KEY", "tml-local")
+    file = scratch / "weights.safetensors"
+    try:
+        info = download.weights_info(url, path, key)
+        digest = download.weights(url, path, key, file)
+    except ExtensionError as error:
+        raise click.ClickException(str(error)) from error
+    # The seed made the first weights; these are others, and nobody asks for it.
+    lora = LoraConfig(info["lora_rank"], 0, **{flag: info[flag] for flag in _FLAGS}) if info["is_lora"] else None
+    return info["base_model"], lora, file, digest
+
+
+def _from_disk(data_dir: Path | None, path: str) -> _Found:
+    from gradserve.bootstrap import Paths
+    from gradserve.compute.objects import SUFFIX
+
+    checkpoint = asyncio.run(_checkpoint(data_dir, path))
+    if checkpoint is None:
+        raise click.ClickException(f"there is no checkpoint {path} here; gradserve run shows those of a run")
+    file = Paths(_data_dir(data_dir)).objects / (checkpoint.weights + SUFFIX)
+    if not file.is_file():
+        raise click.ClickException(f"the weights of {path} are lost: there is no {file}")
+    if (found := sha256(file)) != checkpoint.weights:
+        raise click.ClickException(f"the weights of {path} are damaged: the bytes of {file} have the SHA-256 {found}")
+    return checkpoint.base, checkpoint.lora, file, checkpoint.weights
+
+
+async def _checkpoint(data_dir: Path | None, path: str) -> Checkpoint | None:
+    run_id, kind, name = path.removeprefix("tinker://").split("/")
+    store = open_store(data_dir)
+    await store.open()
+    try:
+        return await store.get_checkpoint(None, run_id, kind, name)
+    finally:
+        await store.close()
+
+
+def _base(name: str, directory: Path | None, data_dir: Path | None, tell: Callable[[str], None]) -> BaseFacts:
+    from gradserve.compute.models import find_base
+    from gradserve.settings import Settings
+
+    try:
+        if directory is not None:
+            return read_facts(name, directory)
+        return find_base(name, Settings().models, _data_dir(data_dir), tell)
+    except ModelUnusable as error:
+        advice = "" if directory is not None else ". Give its directory with --base DIR, or name it in GRADSERVE_MODELS"
+        raise click.ClickException(f"{error}{advice}") from error
+
+
+def _data_dir(given: Path | None) -> Path:
+    from gradserve.settings import Settings
+
+    return given or Settings().data_dir
