@@ -61,6 +61,7 @@ def serve(settings: Settings, tell: Callable[[str], None], on_listening: Callabl
     ``on_listening`` gets the URL and the model names as soon as requests are answered.
     """
     _check_exposure(settings)
+    _check_archive(settings)
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     with _only_server(Paths(settings.data_dir).lock), _listen(settings) as listener:
         warm_up()  # torch is imported over there while this process imports the rest
@@ -78,6 +79,7 @@ def serve(settings: Settings, tell: Callable[[str], None], on_listening: Callabl
 
 def build_app(settings: Settings, catalog: Catalog, wakeups: Wakeups, on_start: Callable[[], None]) -> FastAPI:
     """The whole server as an ASGI application; its lifespan starts and stops scheduler and workers."""
+    from gradserve.compute.archive import Archive
     from gradserve.compute.checkpoints import CheckpointFolders
     from gradserve.compute.objects import ObjectStore, claim, shared_memory_root
     from gradserve.gateway.app import create_app
@@ -85,7 +87,8 @@ def build_app(settings: Settings, catalog: Catalog, wakeups: Wakeups, on_start: 
     from gradserve.store.sql import SqlStore
 
     paths = Paths(settings.data_dir)
-    objects = ObjectStore(shared_memory_root(settings.data_dir), paths.objects)
+    archive = None if settings.archive_url is None else Archive(settings.archive_url, settings.archive_options)
+    objects = ObjectStore(shared_memory_root(settings.data_dir), paths.objects, archive)
     claim(objects.fast, settings.data_dir)
     objects.sweep_temporary()
     store = SqlStore.at(paths.database)
@@ -117,7 +120,9 @@ def build_app(settings: Settings, catalog: Catalog, wakeups: Wakeups, on_start: 
             }
             for worker in executor.workers()
         ]
-        return {"workers": workers, "tasks_rerun": scheduler.lost_workers()}
+        status = scheduler.archive_status()
+        archive = {} if status is None else {"archive": status}
+        return {"workers": workers, "tasks_rerun": scheduler.lost_workers(), **archive}
 
     return create_app(settings, store, wakeups, catalog, objects, health=health, lifespan=lifespan)
 
@@ -145,6 +150,8 @@ def _worker_specs(settings: Settings, catalog: Catalog) -> list[WorkerSpec]:
             memory_bytes=settings.worker_memory_bytes or _room_per_worker(settings, catalog),
             sampler=settings.sampler,
             max_lora_rank=settings.max_lora_rank,
+            archive_url=settings.archive_url,
+            archive_options=settings.archive_options,
         )
         for number in range(settings.workers)
     ]
@@ -172,6 +179,18 @@ def _check_exposure(settings: Settings) -> None:
             "list of long random keys that start with tml-, e.g. '[\"tml-...\"]' "
             "(python -c \"import secrets; print('tml-' + secrets.token_urlsafe(32))\"), or serve on 127.0.0.1."
         )
+
+
+def _check_archive(settings: Settings) -> None:
+    """A protocol that can't be spoken is said now, not when the first checkpoint should be uploaded."""
+    if settings.archive_url is None:
+        return
+    from gradserve.compute.archive import Archive, ArchiveError
+
+    try:
+        Archive(settings.archive_url, settings.archive_options).require_protocol()
+    except ArchiveError as error:
+        raise CannotStart(f"archive_url can't be used: {error}") from error
 
 
 def _check_sampler(settings: Settings, catalog: Catalog) -> None:

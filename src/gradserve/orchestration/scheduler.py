@@ -24,6 +24,7 @@ from gradserve.compute.checkpoints import CheckpointFolders
 from gradserve.compute.executor import Executor, WorkerLost
 from gradserve.compute.objects import ObjectCorrupt, ObjectMissing, ObjectStore
 from gradserve.compute.tasks import Done, Failed, Outcome, SampleTask, Task
+from gradserve.orchestration.archiver import Archiver
 from gradserve.orchestration.dispatch import AttemptsExhausted, Dispatcher, TaskCancelled
 from gradserve.orchestration.janitor import Janitor
 from gradserve.orchestration.lanes import Lane
@@ -74,7 +75,8 @@ class Scheduler:
         self._streams: dict[str, TokenStream] = {}
         self._dispatcher = Dispatcher(executor, settings.task_attempts, settings.merge_tokens)
         self._held: Counter[str] = Counter()
-        self._janitor = Janitor(store, objects, folders, settings.result_ttl_s, self.in_use, self._hot)
+        self._archiver = Archiver(objects) if objects.has_archive else None
+        self._janitor = Janitor(store, objects, folders, settings.result_ttl_s, self.in_use, self._hot, self._archiver)
         self._background: set[asyncio.Task[None]] = set()
         executor.on_change = self._dispatcher.pump
 
@@ -84,6 +86,8 @@ class Scheduler:
             await self._admit(op)
         self._spawn(self._loop())
         self._spawn(self._janitor.run())
+        if self._archiver is not None:
+            self._spawn(self._archiver.run())
         self._launch_all()
 
     async def close(self) -> None:
@@ -124,6 +128,10 @@ class Scheduler:
     def in_use(self) -> set[str]:
         """Digests that lanes and running Programs refer to."""
         return self._hot() | set(self._held)
+
+    def archive_status(self) -> dict[str, Any] | None:
+        """How far the archive is behind, and why; None without one."""
+        return None if self._archiver is None else self._archiver.status()
 
     def lost_workers(self) -> int:
         """How often a Task had to be given to another worker."""
@@ -220,7 +228,7 @@ class Scheduler:
             body = decode_body(op.body)
             run = lane.run if lane is not None else None
             program = lower(op.id, body, run, self._settings.tokens_per_task)
-            self._check_arrays(body, run)
+            await self._check_arrays(body, run)
             outcomes = await self._execute(program, lane.run.id if lane else op.scope, held)
             failed = next((outcome for outcome in outcomes if isinstance(outcome, Failed)), None)
             if failed is not None:
@@ -289,15 +297,16 @@ class Scheduler:
             self._held.update(outcome.objects.values())
         return outcome
 
-    def _check_arrays(self, body: OpBody, run: Run | None) -> None:
+    async def _check_arrays(self, body: OpBody, run: Run | None) -> None:
         """After a power cut shared memory is empty: say so, instead of failing in a worker."""
         needed = [body.weights] if isinstance(body, Sample) else []
         if run is not None and not isinstance(body, LoadWeights):
             needed += [run.weights, run.moments, *(digest for _, digest in run.gradients)]
         for digest in needed:
+            if digest is None or self._objects.has(digest):
+                continue
             try:
-                if digest is not None:
-                    self._objects.path(digest)
+                await asyncio.to_thread(self._objects.verified_path, digest)  # the archive may have it
             except ObjectMissing:
                 raise Gone(
                     "weights.lost",
