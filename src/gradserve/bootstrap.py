@@ -17,6 +17,7 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING
 
 from gradserve.compute.available import available_memory
+from gradserve.compute.checkpoints import CHECKPOINTS
 from gradserve.compute.local import LocalExecutor, warm_up
 from gradserve.compute.tasks import WorkerSpec
 from gradserve.settings import Settings
@@ -48,7 +49,7 @@ class Paths:
 
     @property
     def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
+        return self.root / CHECKPOINTS
 
     @property
     def lock(self) -> Path:

@@ -40,7 +40,9 @@ _PERMANENT = (
 )
 """What another attempt would not mend."""
 
-_S3_DEFAULTS = {"connect_timeout": 10, "read_timeout": 60}
+_S3_DEFAULTS = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 0}}
+"""For botocore, in seconds; the attempts are counted here."""
+
 _TEMPORARY = ".tmp"
 
 
