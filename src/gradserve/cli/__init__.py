@@ -13,6 +13,7 @@ _COMMANDS = {
     "quickstart": "Teach a small language model a task by RL, end to end.",
     "runs": "List runs: steps, tokens, cost.",
     "run": "Show one run: its state, checkpoints and bill.",
+    "export-tenant": "Write everything that a tenant owns into a folder.",
 }
 
 
@@ -25,7 +26,8 @@ class _Lazy(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        command = getattr(importlib.import_module(f"gradserve.cli.{cmd_name}"), cmd_name)
+        name = cmd_name.replace("-", "_")
+        command = getattr(importlib.import_module(f"gradserve.cli.{name}"), name)
         assert isinstance(command, click.Command)
         return command
 

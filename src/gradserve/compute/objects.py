@@ -17,6 +17,7 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from gradserve.compute.archive import Archive, ArchiveDamaged, ArchiveError, ArchiveMissing
@@ -248,6 +249,29 @@ class ObjectStore:
         for root in (self.fast, self.durable):
             for file in root.glob("*.tmp"):
                 file.unlink(missing_ok=True)
+
+
+def copy_out(digest: str, target: Path, roots: Sequence[Path], archive: Archive | None = None) -> None:
+    """Copy an object out of the tiers ``roots`` of a store that somebody else uses, or else out of the archive.
+
+    Nothing there is changed. Raises ObjectMissing, ObjectCorrupt, ArchiveError.
+    """
+    damaged: Path | None = None
+    for source in (root / (digest + SUFFIX) for root in roots):
+        try:
+            copy_whole(source, target)
+        except FileNotFoundError:
+            continue
+        if _is_whole(target, digest):
+            return
+        target.unlink()
+        damaged = damaged or source
+    if archive is not None and archive.has(digest):
+        archive.get_object(digest, target)
+        return
+    if damaged is None:
+        raise ObjectMissing(digest)
+    raise ObjectCorrupt(digest, damaged)
 
 
 def _is_whole(path: Path, digest: str) -> bool:

@@ -16,7 +16,6 @@ from gradserve.gateway.answers import utc
 from gradserve.gateway.call import Api, Call, answer_json
 from gradserve.gateway.routes.checkpoints import addressed
 from gradserve.gateway.signing import LINK_TTL_S, Link
-from gradserve.gateway.validate.age import recipients_of
 from gradserve.gateway.validate.models import unknown_checkpoint
 from gradserve.store.base import Checkpoint
 from gradserve.wire.codec import JSON
@@ -33,7 +32,7 @@ async def external_weights_urls(call: Call) -> Response:
     token = call.gateway.signer.sign(Link(call.tenant, path.run_id, path.kind, path.name, expires_at))
     root = str(call.request.base_url).rstrip("/")
     names = [*_small(call, found), weights_file(found.lora)]
-    if recipients_of(found):
+    if found.age_recipients:
         names = [name + SUFFIX for name in names]
     urls = {name: f"{root}/api/v1/files/{token}/{name}" for name in names}
     return answer_json({"urls": urls, "expires": utc(expires_at)})
@@ -45,7 +44,7 @@ async def get_file(call: Call) -> Response:
     checkpoint = await call.store.get_checkpoint(link.tenant, link.run_id, link.kind, link.name)
     if checkpoint is None:
         raise unknown_checkpoint(f"tinker://{link.run_id}/{link.kind}/{link.name}", None)
-    if recipients_of(checkpoint):
+    if checkpoint.age_recipients:
         return await _encrypted(call, checkpoint)
     name = call.path("name")
     if name == weights_file(checkpoint.lora):
@@ -70,7 +69,7 @@ async def _encrypted(call: Call, checkpoint: Checkpoint) -> Response:
         if not target.exists():
             folder.mkdir(parents=True, exist_ok=True)
             plain = small[plain_name] if plain_name in small else await _weights(call, checkpoint)
-            await asyncio.to_thread(encrypt_file, plain, target, recipients_of(checkpoint))
+            await asyncio.to_thread(encrypt_file, plain, target, checkpoint.age_recipients)
     return _file(target, name)
 
 

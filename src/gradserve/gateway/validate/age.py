@@ -1,16 +1,13 @@
-"""Checks of age recipients, and how a checkpoint remembers them."""
+"""Checks of age recipients."""
 
 from __future__ import annotations
 
 from gradserve.compute.encryption import INSTALL, BadRecipient, is_installed, parse_recipient
-from gradserve.store.base import Checkpoint
+from gradserve.store.base import AGE_RECIPIENTS
 from gradserve.wire.errors import Invalid, Unsupported
 
 _FIELD = "age_encryption_recipients"
 _MOST = 10
-_REMEMBERED_AS = "gradserve.age_recipients"
-"""In the user metadata of external weights, which no request sets: the store, not a folder, must know that a file may
-only go out encrypted. One recipient a line; public keys are no secrets."""
 
 
 def age_recipients(given: list[str] | None) -> dict[str, str]:
@@ -41,11 +38,4 @@ def age_recipients(given: list[str] | None) -> dict[str, str]:
             parse_recipient(recipient)
         except BadRecipient as error:
             raise Invalid("weights.recipient", str(error), field=_FIELD, index=index) from error
-    return {_REMEMBERED_AS: "\n".join(recipients)}
-
-
-def recipients_of(checkpoint: Checkpoint) -> list[str]:
-    """To whom the files of a checkpoint must be encrypted; [] when they go out as they are."""
-    if checkpoint.kind != "external_weights":
-        return []
-    return checkpoint.user_metadata.get(_REMEMBERED_AS, "").splitlines()
+    return {AGE_RECIPIENTS: "\n".join(recipients)}
