@@ -17,6 +17,7 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING
 
 from gradserve.compute.available import available_memory
+from gradserve.compute.checkpoints import CHECKPOINTS
 from gradserve.compute.local import LocalExecutor
 from gradserve.compute.tasks import WorkerSpec
 from gradserve.compute.zygote.handle import SPARE_S, CannotFork, Zygote, home
@@ -49,7 +50,7 @@ class Paths:
 
     @property
     def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
+        return self.root / CHECKPOINTS
 
     @property
     def lock(self) -> Path:
@@ -68,6 +69,7 @@ def serve(
     loaded models wait ``spare_s`` seconds for the next server.
     """
     _check_exposure(settings)
+    _check_archive(settings)
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     with (
         _only_server(Paths(settings.data_dir).lock),
@@ -90,6 +92,7 @@ def build_app(
     settings: Settings, catalog: Catalog, wakeups: Wakeups, zygote: Zygote, on_start: Callable[[], None]
 ) -> FastAPI:
     """The whole server as an ASGI application; its lifespan starts and stops scheduler and workers."""
+    from gradserve.compute.archive import Archive
     from gradserve.compute.checkpoints import CheckpointFolders
     from gradserve.compute.objects import ObjectStore, claim, shared_memory_root
     from gradserve.gateway.app import create_app
@@ -97,7 +100,8 @@ def build_app(
     from gradserve.store.sql import SqlStore
 
     paths = Paths(settings.data_dir)
-    objects = ObjectStore(shared_memory_root(settings.data_dir), paths.objects)
+    archive = None if settings.archive_url is None else Archive(settings.archive_url, settings.archive_options)
+    objects = ObjectStore(shared_memory_root(settings.data_dir), paths.objects, archive)
     claim(objects.fast, settings.data_dir)
     objects.sweep_temporary()
     store = SqlStore.at(paths.database)
@@ -129,7 +133,10 @@ def build_app(
             }
             for worker in executor.workers()
         ]
-        return {"workers": workers, "tasks_rerun": scheduler.lost_workers(), "alarms": scheduler.alarms.active}
+        status = scheduler.archive_status()
+        archive = {} if status is None else {"archive": status}
+        alarms = scheduler.alarms.active
+        return {"workers": workers, "tasks_rerun": scheduler.lost_workers(), "alarms": alarms, **archive}
 
     return create_app(settings, store, wakeups, catalog, objects, health=health, lifespan=lifespan)
 
@@ -176,6 +183,8 @@ def _worker_specs(settings: Settings, catalog: Catalog) -> list[WorkerSpec]:
             memory_bytes=settings.worker_memory_bytes or _room_per_worker(settings, catalog),
             sampler=settings.sampler,
             max_lora_rank=settings.max_lora_rank,
+            archive_url=settings.archive_url,
+            archive_options=settings.archive_options,
         )
         for number in range(settings.workers)
     ]
@@ -203,6 +212,18 @@ def _check_exposure(settings: Settings) -> None:
             "list of long random keys that start with tml-, e.g. '[\"tml-...\"]' "
             "(python -c \"import secrets; print('tml-' + secrets.token_urlsafe(32))\"), or serve on 127.0.0.1."
         )
+
+
+def _check_archive(settings: Settings) -> None:
+    """A protocol that can't be spoken is said now, not when the first checkpoint should be uploaded."""
+    if settings.archive_url is None:
+        return
+    from gradserve.compute.archive import Archive, ArchiveError
+
+    try:
+        Archive(settings.archive_url, settings.archive_options).require_protocol()
+    except ArchiveError as error:
+        raise CannotStart(f"archive_url can't be used: {error}") from error
 
 
 def _check_sampler(settings: Settings, catalog: Catalog) -> None:

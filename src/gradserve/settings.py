@@ -10,7 +10,7 @@ import os
 from decimal import Decimal
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import (
@@ -76,6 +76,12 @@ class Settings(BaseSettings):
     data_dir: Path = Field(default_factory=default_data_dir)
     models: dict[str, str] = Field(default_factory=dict)
     api_keys: tuple[str, ...] = ()
+    archive_url: str | None = Field(
+        None, description="a copy of durable arrays elsewhere: any fsspec URL, such as s3://bucket/prefix, of its own"
+    )
+    archive_options: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of the archive's fsspec file system; AWS_* variables count too"
+    )
 
     workers: int = Field(1, ge=1)
     worker_threads: int = Field(

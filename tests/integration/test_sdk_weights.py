@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyrage
 import pytest
 import tinker
 from safetensors.numpy import load_file
@@ -173,6 +174,24 @@ def test_a_downloaded_checkpoint_is_a_peft_adapter(
         with torch.no_grad():
             theirs = model(tokens).logits[0].log_softmax(-1).gather(1, targets[:, None])[:, 0]
         np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-5)
+
+
+def test_an_encrypted_export_is_downloaded_and_decrypted(run: tinker.TrainingClient, url: str, tmp_path: Path) -> None:
+    """``tinker checkpoint download`` keeps the .age files; decrypted with pyrage they are those of a plain export."""
+    identity = pyrage.x25519.Identity.generate()
+    secret = run.save_weights_external("secret", age_encryption_recipients=[str(identity.to_public())]).result().path
+    plain = run.save_weights_external("plain").result().path
+    folders = {}
+    for path in (secret, plain):
+        done = tinker_cli(url, "checkpoint", "download", path, "--output", str(tmp_path), cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        folders[path] = tmp_path / path.replace("tinker://", "").replace("/", "_")
+    names = {"adapter_config.json", "adapter_model.safetensors"}
+    assert {file.name for file in folders[plain].iterdir()} == names
+    assert {file.name for file in folders[secret].iterdir()} == {f"{name}.age" for name in names}
+    for name in names:
+        decrypted = pyrage.decrypt((folders[secret] / f"{name}.age").read_bytes(), [identity])
+        assert decrypted == (folders[plain] / name).read_bytes()
 
 
 def test_a_stranger_path_is_not_found(service: tinker.ServiceClient) -> None:

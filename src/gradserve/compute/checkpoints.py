@@ -8,6 +8,8 @@ or, of a run that trains all parameters,
     config.json, tokenizer...      the base's own, for transformers' from_pretrained
 and of training checkpoints
     optimizer.safetensors          AdamW moments
+and, once it was downloaded, of external weights that were saved with age recipients
+    <file>.age                     that file, encrypted to them
 """
 
 from __future__ import annotations
@@ -18,8 +20,12 @@ import shutil
 from pathlib import Path
 
 from gradserve.compute.catalog import Catalog, ModelUnusable
+from gradserve.compute.files import naming_full_disk
 from gradserve.compute.objects import ObjectStore
 from gradserve.wire.ops import LORA_ALPHA, LoraConfig
+
+CHECKPOINTS = "checkpoints"
+"""The tree's name in the data directory."""
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -106,16 +112,29 @@ class CheckpointFolders:
     def write(
         self, run_id: str, kind: str, name: str, base: str, lora: LoraConfig | None, weights: str, moments: str | None
     ) -> Path:
-        """Make the folder, replacing an older one. The objects must be durable already."""
-        folder = folder_of(self._root, run_id, kind, name)
-        shutil.rmtree(folder, ignore_errors=True)
+        """Make the folder, replacing an older one. The objects must be durable already.
+
+        Raises NoRoom when the disk is full; then the older one is as it was.
+        """
+        target = folder_of(self._root, run_id, kind, name)
+        folder = target.with_name(f".{name}.tmp")  # no checkpoint's name starts with a dot
+        try:
+            with naming_full_disk(self._root):
+                self._fill(folder, base, lora, weights, moments)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        shutil.rmtree(target, ignore_errors=True)
+        return folder.rename(target)
+
+    def _fill(self, folder: Path, base: str, lora: LoraConfig | None, weights: str, moments: str | None) -> None:
+        shutil.rmtree(folder, ignore_errors=True)  # of a writer that was killed
         folder.mkdir(parents=True)
         for file, content in small_files(base, lora, self._catalog).items():
             (folder / file).write_bytes(content)
         os.link(self._objects.persist(weights), folder / weights_file(lora))
         if moments is not None:
             os.link(self._objects.persist(moments), folder / "optimizer.safetensors")
-        return folder
 
     def remove(self, run_id: str, kind: str, name: str) -> None:
         """Remove the folder of a deleted checkpoint."""

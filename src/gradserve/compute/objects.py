@@ -2,7 +2,8 @@
 
 Two tiers. *Fast* is shared memory where the machine has it; every worker on the machine maps the same pages, and
 a crash of any process loses nothing. *Durable* is a directory on disk; ``persist`` copies an object there
-(temporary file, fsync, rename). Reading looks into fast, then durable.
+(temporary file, fsync, rename). Reading looks into fast, then durable. An optional *archive* (compute/archive.py) is a
+copy elsewhere: ``archive`` uploads what is durable, and what both tiers lost or damaged is fetched from there.
 
 Files are written to a temporary name and renamed, so a name that exists is whole. What was damaged afterwards (a bad
 disk, somebody's hand) is found when it is read: ``verified_path`` compares the bytes with the name.
@@ -16,7 +17,11 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from gradserve.compute.archive import Archive, ArchiveDamaged, ArchiveError, ArchiveMissing
+from gradserve.compute.files import copy_whole, sha256_of, whole_file
 
 SUFFIX = ".safetensors"
 _OWNER = "owner"
@@ -25,13 +30,16 @@ log = logging.getLogger(__name__)
 
 
 class ObjectMissing(KeyError):
-    """Neither tier has an object of that digest."""
+    """Neither tier has an object of that digest, nor does the archive."""
 
 
 class ObjectCorrupt(Exception):
-    """The bytes of ``file`` are not those that its name, ``digest``, promises, and no other tier has them."""
+    """The bytes of ``file`` are not those that its name, ``digest``, promises, and nowhere else are they right.
 
-    def __init__(self, digest: str, file: Path) -> None:
+    ``file`` is a path, or the URL of the archive's copy.
+    """
+
+    def __init__(self, digest: str, file: Path | str) -> None:
         super().__init__(f"object {digest} is damaged: the bytes of {file} have another SHA-256")
         self.digest = digest
         self.file = file
@@ -56,11 +64,15 @@ def claim(root: Path, data_dir: Path) -> None:
 
 
 class ObjectStore:
-    """``fast`` and ``durable`` are created when missing. Safe to use from several processes."""
+    """``fast`` and ``durable`` are created when missing. Safe to use from several processes.
 
-    def __init__(self, fast: Path, durable: Path) -> None:
+    Whatever writes raises NoRoom when a tier is full, and leaves that tier as it was.
+    """
+
+    def __init__(self, fast: Path, durable: Path, archive: Archive | None = None) -> None:
         self.fast = fast
         self.durable = durable
+        self._archive = archive
         for root in (fast, durable):
             root.mkdir(parents=True, exist_ok=True)
 
@@ -74,9 +86,8 @@ class ObjectStore:
         digest = self.digest(data)
         target = self.fast / (digest + SUFFIX)
         if not _renew(target):
-            temporary = self.fast / f"{digest}.{secrets.token_hex(4)}.tmp"
-            temporary.write_bytes(data)
-            temporary.rename(target)
+            with whole_file(target, durable=False) as file:
+                file.write(data)
         return digest
 
     def temporary(self) -> Path:
@@ -85,8 +96,7 @@ class ObjectStore:
 
     def adopt(self, file: Path) -> str:
         """Make a file that was written under a ``temporary`` name an object; returns the digest."""
-        with open(file, "rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        digest = sha256_of(file)
         target = self.fast / (digest + SUFFIX)
         if _renew(target):
             file.unlink()  # others may have mapped the one that is there
@@ -102,10 +112,15 @@ class ObjectStore:
                 return candidate
         raise ObjectMissing(digest)
 
+    def has(self, digest: str) -> bool:
+        """Whether a local tier has an object."""
+        return any(place.exists() for place in self._places(digest))
+
     def verified_path(self, digest: str) -> Path:
         """The same, after reading the file and comparing its bytes with its name: a second for a gigabyte.
 
-        A damaged fast copy is removed when the durable one is good. Raises ObjectMissing, ObjectCorrupt.
+        A damaged fast copy is removed when the durable one is good. What neither has is fetched from the archive into
+        the durable tier. Raises ObjectMissing, ObjectCorrupt.
         """
         damaged: Path | None = None
         for candidate in self._places(digest):
@@ -120,9 +135,29 @@ class ObjectStore:
                 log.error("object %s is damaged in %s; %s is good and is used instead", digest, damaged, candidate)
                 self.discard_fast(digest)
             return candidate
+        if self._restored(digest):
+            self.discard_fast(digest)
+            return self.durable / (digest + SUFFIX)
         if damaged is None:
             raise ObjectMissing(digest)
         raise ObjectCorrupt(digest, damaged)
+
+    def _restored(self, digest: str) -> bool:
+        """Whether the archive had it whole; then it is in the durable tier. Raises ObjectCorrupt naming its copy."""
+        if self._archive is None:
+            return False
+        try:
+            self._archive.get_object(digest, self.durable / (digest + SUFFIX))
+        except ArchiveMissing:
+            return False
+        except ArchiveDamaged as damaged:
+            log.error("%s", damaged)
+            raise ObjectCorrupt(digest, f"{self._archive.url}/objects/{digest}{SUFFIX}") from damaged
+        except ArchiveError as error:
+            log.error("object %s is not on this machine, and the archive can't be asked: %s", digest, error)
+            return False
+        log.warning("object %s was fetched from %s", digest, self._archive.url)
+        return True
 
     def size(self, digest: str) -> int:
         """Bytes of an object. Raises ObjectMissing."""
@@ -132,15 +167,32 @@ class ObjectStore:
         """Copy an object to the durable tier and fsync it. Raises ObjectMissing; ObjectCorrupt: nothing is copied."""
         target = self.durable / (digest + SUFFIX)
         if not target.exists():
-            source_path = self.verified_path(digest)
-            temporary = self.durable / f"{digest}.{secrets.token_hex(4)}.tmp"
-            with open(source_path, "rb") as source, open(temporary, "wb") as sink:
-                shutil.copyfileobj(source, sink, 4 << 20)
-                sink.flush()
-                os.fsync(sink.fileno())
-            temporary.rename(target)
-            _fsync_directory(self.durable)
+            source = self.verified_path(digest)
+            if source != target:  # it may just have come from the archive
+                copy_whole(source, target)
         return target
+
+    @property
+    def has_archive(self) -> bool:
+        """Whether ``archive`` has somewhere to upload to."""
+        return self._archive is not None
+
+    def archive(self, digest: str) -> None:
+        """Upload the durable copy of an object. Raises ObjectMissing (not durable), ObjectCorrupt, ArchiveError."""
+        assert self._archive is not None
+        durable = self.durable / (digest + SUFFIX)
+        try:
+            whole = _is_whole(durable, digest)
+        except FileNotFoundError:
+            raise ObjectMissing(digest) from None
+        if not whole:
+            raise ObjectCorrupt(digest, durable)
+        self._archive.put_object(digest, durable)
+
+    def discard_archived(self, digest: str) -> None:
+        """Remove the archive's copy of an object. Raises ArchiveError."""
+        assert self._archive is not None
+        self._archive.delete(digest)
 
     def demote(self, digest: str) -> None:
         """Leave only the durable copy, made again if it was damaged. Raises ObjectMissing, ObjectCorrupt."""
@@ -199,9 +251,31 @@ class ObjectStore:
                 file.unlink(missing_ok=True)
 
 
+def copy_out(digest: str, target: Path, roots: Sequence[Path], archive: Archive | None = None) -> None:
+    """Copy an object out of the tiers ``roots`` of a store that somebody else uses, or else out of the archive.
+
+    Nothing there is changed. Raises ObjectMissing, ObjectCorrupt, ArchiveError.
+    """
+    damaged: Path | None = None
+    for source in (root / (digest + SUFFIX) for root in roots):
+        try:
+            copy_whole(source, target)
+        except FileNotFoundError:
+            continue
+        if _is_whole(target, digest):
+            return
+        target.unlink()
+        damaged = damaged or source
+    if archive is not None and archive.has(digest):
+        archive.get_object(digest, target)
+        return
+    if damaged is None:
+        raise ObjectMissing(digest)
+    raise ObjectCorrupt(digest, damaged)
+
+
 def _is_whole(path: Path, digest: str) -> bool:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == digest
+    return sha256_of(path) == digest
 
 
 def _renew(file: Path) -> bool:
@@ -223,11 +297,3 @@ def _older_than(root: Path, age_s: float) -> list[str]:
         except FileNotFoundError:
             continue  # discarded meanwhile
     return found
-
-
-def _fsync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -7,7 +7,7 @@ run twice, by any worker, gives the same digests. Messages are msgpack; nothing 
 from __future__ import annotations
 
 import itertools
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -32,7 +32,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     ``kv_cache_bytes`` bounds the sampler's cache, ``pass_tokens`` one sampling pass. GradTasks share a training pass
     up to ``merge_tokens``; one may take ``memory_bytes`` above the weights (None: no bound). ``device`` and ``dtype``
     may be "auto"; see engine/machine.py. ``numerics`` is explained in engine/kernels.py. ``max_lora_rank`` is the
-    largest rank that the vllm sampler must hold; the built-in one has no bound.
+    largest rank that the vllm sampler must hold; the built-in one has no bound. ``archive_url`` (with
+    ``archive_options``) is where objects are fetched from that both tiers lack.
     """
 
     id: str
@@ -49,6 +50,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     memory_bytes: int | None = None
     sampler: Literal["builtin", "vllm"] = "builtin"
     max_lora_rank: int = 256
+    archive_url: str | None = None
+    archive_options: dict[str, Any] = {}
 
 
 class InitTask(msgspec.Struct, frozen=True, tag="init"):

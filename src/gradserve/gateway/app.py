@@ -20,6 +20,7 @@ from starlette.responses import Response
 
 import gradserve
 from gradserve.compute.catalog import Catalog
+from gradserve.compute.checkpoints import CHECKPOINTS
 from gradserve.compute.objects import ObjectStore
 from gradserve.gateway.auth import Keys
 from gradserve.gateway.call import Api, Gateway, endpoint
@@ -56,7 +57,16 @@ def create_app(
     )
     app.router.route_class = _Route
     app.state.gateway = Gateway(
-        settings, store, wakeups, catalog, objects, health, Keys(settings), Signer(), settings.prices.version
+        settings,
+        store,
+        wakeups,
+        catalog,
+        objects,
+        health,
+        Keys(settings),
+        Signer(),
+        settings.prices.version,
+        settings.data_dir / CHECKPOINTS,
     )
     for api in ROUTES:
         _add(app, api)

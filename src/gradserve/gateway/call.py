@@ -6,8 +6,10 @@ A handler is ``async def name(call: Call) -> Response``. It raises what the call
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -34,7 +36,8 @@ class Gateway:
     """The collaborators of every handler, handed down from the composition root.
 
     ``samplers`` caches sampling sessions by (tenant, id): what a sample reads of one never changes.
-    ``told`` holds the runs that were told of a loss's note.
+    ``told`` holds the runs that were told of a loss's note. ``folders`` is the root of the checkpoints' folders; a file
+    in them is encrypted by whoever holds ``encrypting``, so that all who download get the same bytes.
     """
 
     settings: Settings
@@ -46,6 +49,8 @@ class Gateway:
     keys: Keys
     signer: Signer
     price_version: str
+    folders: Path
+    encrypting: asyncio.Lock = field(default_factory=asyncio.Lock)
     samplers: dict[tuple[str, str], SamplingSession] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
 

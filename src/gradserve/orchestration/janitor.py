@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable
 
 from gradserve.compute.checkpoints import CheckpointFolders
+from gradserve.compute.files import NoRoom
 from gradserve.compute.objects import ObjectCorrupt, ObjectStore
+from gradserve.orchestration.archiver import Archiver
 from gradserve.settings import Settings
 from gradserve.store.base import Store
 
@@ -36,6 +38,7 @@ class Janitor:
         settings: Settings,
         in_use: Callable[[], set[str]],
         hot: Callable[[], set[str]],
+        archiver: Archiver | None = None,
     ) -> None:
         self._store = store
         self._objects = objects
@@ -43,6 +46,7 @@ class Janitor:
         self._settings = settings
         self._in_use = in_use
         self._hot = hot
+        self._archiver = archiver
         self._wanted = asyncio.Event()
 
     def garbage(self) -> None:
@@ -76,9 +80,13 @@ class Janitor:
         live = self._in_use()
         live |= await self._store.live_digests()
         live |= self._in_use()
-        for digest in {*fast, *durable} - live:
+        garbage = {*fast, *durable} - live
+        for digest in garbage:
             self._objects.discard_older_than(digest, _GRACE_S)  # not what was made again while we looked
         await self._demote(live - self._hot())
+        if self._archiver is not None:
+            wanted = {digest for digest in live if self._objects.has_durable(digest)}
+            self._archiver.sync(wanted, garbage.intersection(durable))
 
     async def _demote(self, cold: set[str]) -> None:
         """Move to disk what only a sampling session or a checkpoint keeps alive, so that shared memory stays small."""
@@ -87,3 +95,6 @@ class Janitor:
                 await asyncio.to_thread(self._objects.demote, digest)
             except ObjectCorrupt as corrupt:
                 log.error("stays in shared memory: %s", corrupt)
+            except NoRoom as full:
+                log.error("ALARM: arrays that are not needed now stay in shared memory: %s", full)
+                return

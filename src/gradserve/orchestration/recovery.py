@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from gradserve.compute.checkpoints import CheckpointFolders
-from gradserve.compute.objects import ObjectMissing, ObjectStore
+from gradserve.compute.objects import ObjectCorrupt, ObjectMissing, ObjectStore
 from gradserve.orchestration.held import Held
 from gradserve.orchestration.lanes import Lane
 from gradserve.orchestration.manifest import Manifests
@@ -45,6 +45,8 @@ class Recovery:
     async def recover(self, lane: Lane) -> None:
         """Compute the arrays of a lane's run again; where that can't be done ``lane.lost`` says why."""
         run, started = lane.run, time.monotonic()
+        if not await missing(self._objects, arrays_of(run)):
+            return
         with self._held.during() as held:
             try:
                 last = max((seq for seq, _ in run.gradients), default=run.cursor)
@@ -69,7 +71,7 @@ class Recovery:
 
     async def find_sampled(self, op: Op, weights: str) -> None:
         """The weights that a sampling session froze, computed again if they are gone. Raises Gone."""
-        if not missing(self._objects, [weights]):
+        if not await missing(self._objects, [weights]):
             return
         task = self._rebuilding.get(weights)
         if task is None:
@@ -153,7 +155,12 @@ class Recovery:
     async def _state_at(self, run: Run, version: int | None, held: list[str]) -> Run:
         """The run right after an optimizer step. Raises NotFound when it can't be had any more."""
         wanted = run.version if version is None else version
-        if run.version == wanted and not run.gradients and run.weights and not missing(self._objects, arrays_of(run)):
+        if (
+            run.version == wanted
+            and not run.gradients
+            and run.weights
+            and not await missing(self._objects, arrays_of(run))
+        ):
             held.extend(arrays_of(run))
             self._held.add(arrays_of(run))
             return run
@@ -179,12 +186,13 @@ class Recovery:
         await self._store.add_event(_event(run, kind, detail))
 
 
-def missing(objects: ObjectStore, digests: Iterable[str]) -> bool:
-    """Whether one of them is in no store."""
+async def missing(objects: ObjectStore, digests: Iterable[str]) -> bool:
+    """Whether one of them is in no store. What only the archive has is fetched."""
     try:
         for digest in digests:
-            objects.path(digest)
-    except ObjectMissing:
+            if not objects.has(digest):
+                await asyncio.to_thread(objects.verified_path, digest)
+    except (ObjectMissing, ObjectCorrupt):
         return True
     return False
 

@@ -25,6 +25,7 @@ from gradserve.compute.executor import Executor, WorkerLost
 from gradserve.compute.objects import ObjectCorrupt, ObjectMissing, ObjectStore
 from gradserve.compute.tasks import Done, Failed, Outcome, SampleTask, Task
 from gradserve.orchestration.alarms import Alarms
+from gradserve.orchestration.archiver import Archiver
 from gradserve.orchestration.dispatch import AttemptsExhausted, Dispatcher, TaskCancelled
 from gradserve.orchestration.held import Held
 from gradserve.orchestration.janitor import Janitor
@@ -104,7 +105,8 @@ class Scheduler:
         replay = Replay(store, objects, self._execute, settings)
         self._recovery = Recovery(store, objects, folders, replay, manifests, self._held)
         self._snapshots = Snapshots(store, objects, manifests, settings, self.alarms, self._held)
-        self._janitor = Janitor(store, objects, folders, settings, self.in_use, self._hot)
+        self._archiver = Archiver(objects) if objects.has_archive else None
+        self._janitor = Janitor(store, objects, folders, settings, self.in_use, self._hot, self._archiver)
         self._background: set[asyncio.Task[None]] = set()
         executor.on_change = self._dispatcher.pump
 
@@ -114,6 +116,8 @@ class Scheduler:
             await self._admit(op)
         self._spawn(self._loop())
         self._spawn(self._janitor.run())
+        if self._archiver is not None:
+            self._spawn(self._archiver.run())
         self._launch_all()
 
     async def close(self) -> None:
@@ -154,6 +158,10 @@ class Scheduler:
     def in_use(self) -> set[str]:
         """Digests that lanes and running Programs refer to."""
         return self._hot() | self._held.digests()
+
+    def archive_status(self) -> dict[str, Any] | None:
+        """How far the archive is behind, and why; None without one."""
+        return None if self._archiver is None else self._archiver.status()
 
     def lost_workers(self) -> int:
         """How often a Task had to be given to another worker."""
@@ -205,7 +213,7 @@ class Scheduler:
         lane = self._lanes[run_id] = Lane(run, run.cursor + 1)
         for ended in await self._store.training_ops(run_id, run.cursor, 1 << 62):
             lane.end(ended.seq)  # readers may end before an earlier one
-        if missing(self._objects, arrays_of(run)):
+        if not all(map(self._objects.has, arrays_of(run))):
             lane.paused = True
             self._spawn(self._recover(lane))
         return lane
@@ -348,7 +356,7 @@ class Scheduler:
             program = lower(op.id, body, run, self._settings.tokens_per_task)
             if isinstance(body, Sample) and body.weights is not None:
                 await self._recovery.find_sampled(op, body.weights)
-            self._check_arrays(lane, body, run)
+            await self._check_arrays(lane, body, run)
             outcomes = await self._execute(program, lane.run.id if lane else op.scope, held)
             failed = next((outcome for outcome in outcomes if isinstance(outcome, Failed)), None)
             if failed is not None:
@@ -417,9 +425,9 @@ class Scheduler:
             self._held.add(outcome.objects.values())
         return outcome
 
-    def _check_arrays(self, lane: Lane | None, body: OpBody, run: Run | None) -> None:
+    async def _check_arrays(self, lane: Lane | None, body: OpBody, run: Run | None) -> None:
         """Say it when arrays are gone for good, instead of failing in a worker."""
-        if run is not None and not isinstance(body, LoadWeights) and missing(self._objects, arrays_of(run)):
+        if run is not None and not isinstance(body, LoadWeights) and await missing(self._objects, arrays_of(run)):
             raise lost(lane.lost if lane is not None and lane.lost else "they are in no store")
 
     async def _context(self, op: Op, body: OpBody, run: Run | None) -> Context:

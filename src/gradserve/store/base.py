@@ -20,6 +20,10 @@ import msgspec
 from gradserve.wire.errors import Problem
 from gradserve.wire.ops import LoraConfig, OpKind
 
+AGE_RECIPIENTS = "gradserve.age_recipients"
+"""In the user metadata of external weights, which no request sets: the store, not a folder, must know that a file may
+only go out encrypted. One recipient a line; public keys are no secrets."""
+
 OpState = Literal["accepted", "done", "failed", "rejected", "expired"]
 
 
@@ -105,6 +109,13 @@ class Checkpoint(msgspec.Struct, frozen=True):
     def path(self) -> str:
         """tinker://<run>/<kind>/<name>"""
         return f"tinker://{self.run_id}/{self.kind}/{self.name}"
+
+    @property
+    def age_recipients(self) -> list[str]:
+        """To whom its files must be encrypted before they leave the server; [] when they go out as they are."""
+        if self.kind != "external_weights":
+            return []
+        return self.user_metadata.get(AGE_RECIPIENTS, "").splitlines()
 
 
 class Op(msgspec.Struct, frozen=True):

@@ -29,6 +29,7 @@ from gradserve.store.sql import SqlStore
 from gradserve.store.wakeups import Wakeups
 from gradserve.wire.data import as_tokens
 from gradserve.wire.errors import Problem
+from gradserve.wire.ops import SaveWeights, decode_body
 from gradserve.wire.proto import gradserve_wire_pb2 as pb
 
 T = TypeVar("T")
@@ -197,6 +198,8 @@ class Gate:
         stored = self.on_loop(lambda: self.store.get_run(None, run))
         assert stored is not None
         assert stored.weights is not None
+        body = decode_body(self.op(answer.json()["request_id"]).body)
+        metadata = body.user_metadata if isinstance(body, SaveWeights) else {}
         checkpoint = Checkpoint(
             run_id=run,
             tenant=stored.tenant,
@@ -209,6 +212,7 @@ class Gate:
             moments=None,
             size_bytes=100,
             created_at=time.time() + seq,
+            user_metadata=metadata,
         )
         result = msgspec.json.encode({"path": checkpoint.path})
         self.settle(answer.json()["request_id"], result, checkpoint=checkpoint)

@@ -70,7 +70,7 @@ TRAINING = {
     "age": Bad(
         "save_weights_external",
         {"path": "a", "age_encryption_recipients": ["age1xyz"]},
-        "unsupported.age_encryption",
+        "weights.recipient",
         "age_encryption_recipients",
     ),
     "load of a bad path": Bad(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradserve.compute.engine.lora import Tensors
 from gradserve.compute.engine.tensorfile import layout
+from gradserve.compute.files import naming_full_disk
 from gradserve.compute.objects import ObjectStore
 
 
@@ -32,7 +33,8 @@ class Draft:
         header, places = layout(like, metadata)
         self._header_bytes = len(header)
         try:
-            self._pages = _map(self._file, header, places, like)
+            with naming_full_disk(store.fast):
+                self._pages = _map(self._file, header, places, like)
         except BaseException:
             self._file.unlink(missing_ok=True)
             raise

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import msgspec
 import torch
 
+from gradserve.compute.archive import Archive
 from gradserve.compute.engine.arrays import Arrays, cache_bytes
 from gradserve.compute.engine.base import Base, Bases
 from gradserve.compute.engine.engine import Engine, TrainingTask
@@ -103,7 +104,8 @@ class _Worker:
         self._owed_s = 0.0
         self._started = 0.0
         bases = Bases(spec.bases, machine.device, machine.dtype, machine.kernels, loaded)
-        store = ObjectStore(Path(spec.objects), Path(spec.durable_objects))
+        archive = None if spec.archive_url is None else Archive(spec.archive_url, spec.archive_options)
+        store = ObjectStore(Path(spec.objects), Path(spec.durable_objects), archive)
         arrays = Arrays(store, machine.device, cache_bytes(spec.memory_bytes))
         self._engine = Engine(bases, arrays, spec.memory_bytes, self._between_passes)
         self._sampler = _sampler(spec, bases, arrays)

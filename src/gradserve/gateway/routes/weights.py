@@ -29,6 +29,7 @@ from gradserve.gateway.submit import (
     open_run,
     submit_to_run,
 )
+from gradserve.gateway.validate.age import age_recipients
 from gradserve.gateway.validate.models import (
     checkpoint_name,
     known_model,
@@ -57,7 +58,7 @@ async def save_for_sampler(call: Call) -> Response:
 
 
 async def save_external(call: Call) -> Response:
-    """Name the current weights for download in PEFT form."""
+    """Name the current weights for download in PEFT form, encrypted with age if recipients are named."""
     return await submit_to_run(call, "save_weights", SaveExternalBody, _external_save)
 
 
@@ -101,16 +102,10 @@ async def _sampler_save(call: Call, run: Run, request: SaveForSamplerBody) -> Op
 
 
 async def _external_save(call: Call, run: Run, request: SaveExternalBody) -> OpBody:
-    if request.age_encryption_recipients:
-        raise Unsupported(
-            "unsupported.age_encryption",
-            "Encrypting exported files with age is not served.",
-            field="age_encryption_recipients",
-            fix="Leave it out and download over TLS (`tinker checkpoint download` does).",
-        )
+    recipients = age_recipients(request.age_encryption_recipients)
     name = checkpoint_name(request.path)
     await _refuse_existing(call, run, request.seq_id, "external_weights", name)
-    return SaveWeights(name, "external_weights", ttl(request.ttl_seconds))
+    return SaveWeights(name, "external_weights", ttl(request.ttl_seconds), user_metadata=recipients)
 
 
 async def _refuse_existing(call: Call, run: Run, seq: int, kind: Kind, name: str) -> None:
