@@ -99,14 +99,14 @@ class Monkey(threading.Thread):
         self._diary = diary
         self._random = random.Random(seed)
         self._pause_s = pause_s
-        self._stop = threading.Event()
+        self._over = threading.Event()
         self._journal = here.data_dir / "gradserve.db"
         self.error: BaseException | None = None
         self.record: list[dict[str, Any]] = []
 
     def end(self) -> None:
         """Let the injection that is under way come to its end."""
-        self._stop.set()
+        self._over.set()
         self.join()
         if self.error is not None:
             raise self.error
@@ -115,11 +115,11 @@ class Monkey(threading.Thread):
         try:
             plan = [(stage, victim) for stage in STAGES for victim in VICTIMS]
             self._random.shuffle(plan)
-            while not self._stop.is_set():
+            while not self._over.is_set():
                 stage, victim = plan[len(self.record) % len(plan)]
                 if self._reached(stage):
                     self._strike(stage, victim)
-                self._stop.wait(self._random.uniform(0, self._pause_s))
+                self._over.wait(self._random.uniform(0, self._pause_s))
         except BaseException as error:
             self.error = error
 
@@ -136,9 +136,9 @@ class Monkey(threading.Thread):
                     self._here.kill_workers()
                 self._here.kill_server()
             self._here.start()
-        while not self._stop.is_set() and self._ended() == ended:
+        while not self._over.is_set() and self._ended() == ended:
             time.sleep(0.005)
-        if not self._stop.is_set():
+        if not self._over.is_set():
             seconds = round(time.monotonic() - struck, 2)
             self.record.append({"stage": stage, "victim": victim, "back_after_s": seconds})
 
@@ -146,7 +146,7 @@ class Monkey(threading.Thread):
         """Wait for the stage of some Op; False when the scripts ended first."""
         deadline = time.monotonic() + _PATIENCE_S
         answered, ended, objects = self._diary.answered, self._ended(), self._objects()
-        while not self._stop.is_set() and time.monotonic() < deadline:
+        while not self._over.is_set() and time.monotonic() < deadline:
             if stage == "answered" and self._diary.answered > answered:
                 return True
             if stage == "recorded" and self._ended() > ended:
@@ -186,8 +186,8 @@ class Monkey(threading.Thread):
 def play(here: Machine, steps: int, diary: Diary, at_once: bool) -> dict[str, Any]:
     """All scripts; what became of their runs."""
     runs: dict[str, tinker.TrainingClient] = {}
-    for name in SCRIPTS:  # made one after the other: their numbers must not depend on the order of threads
-        service = client(here.url)
+    services = [client(here.url) for _ in SCRIPTS]
+    for name, service in zip(SCRIPTS, services, strict=True):
         runs[name] = service.create_lora_training_client(base_model="tiny", rank=4, seed=len(runs)).result()
     if at_once:
         with ThreadPoolExecutor(len(SCRIPTS)) as pool:
@@ -196,7 +196,10 @@ def play(here: Machine, steps: int, diary: Diary, at_once: bool) -> dict[str, An
     else:
         for name, script in SCRIPTS.items():
             script(runs[name], diary, steps)
-    return {name: _state(here, run.model_id) for name, run in runs.items()}
+    states = {name: _state(here, run.model_id) for name, run in runs.items()}
+    for service in services:
+        service.close("success").result()
+    return states
 
 
 def _state(here: Machine, run_id: str) -> dict[str, Any]:

@@ -109,6 +109,8 @@ async def accept(call: Call, op: Op, new_run: Run | None = None) -> Op:
     try:
         stored, is_new = await call.store.submit(op, new_run)
     except IdentityConflict as conflict:
+        if (same := await _sent_again_otherwise(call, op)) is not None:
+            return same
         raise Invalid(
             "op.conflict",
             f"seq {op.seq} of {op.scope} was already used for another request.",
@@ -120,6 +122,18 @@ async def accept(call: Call, op: Op, new_run: Run | None = None) -> Op:
     if is_new:
         call.gateway.wakeups.submitted(stored)
     return stored
+
+
+async def _sent_again_otherwise(call: Call, op: Op) -> Op | None:
+    """The stored Op, when ``op`` only repeats it in other words.
+
+    The public SDK draws a new number for an unnamed sampling session at every attempt to send the same request; the
+    answer names the session that the first attempt opened.
+    """
+    if op.kind != "save_for_sampling":
+        return None
+    stored = await call.store.get_op(call.tenant, op.id)
+    return stored if stored is not None and stored.kind == op.kind else None
 
 
 async def consume(call: Call, model_id: str, seq: int, kind: OpKind, error: UserError) -> None:

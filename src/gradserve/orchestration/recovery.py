@@ -45,7 +45,7 @@ class Recovery:
     async def recover(self, lane: Lane) -> None:
         """Compute the arrays of a lane's run again; where that can't be done ``lane.lost`` says why."""
         run, started = lane.run, time.monotonic()
-        if not await missing(self._objects, arrays_of(run)):
+        if await asyncio.to_thread(self._are_whole, arrays_of(run)):
             return
         with self._held.during() as held:
             try:
@@ -57,6 +57,16 @@ class Recovery:
                 lane.lost = str(error)
             else:
                 await self._recovered(lane, replayed, time.monotonic() - started)
+
+    def _are_whole(self, digests: Iterable[str]) -> bool:
+        """Whether all are there and undamaged, in this machine's tiers or in the archive."""
+        try:
+            for digest in digests:
+                self._objects.verified_path(digest)
+        except (ObjectMissing, ObjectCorrupt) as error:
+            log.warning("computing again what was lost: %s", error)
+            return False
+        return True
 
     async def _recovered(self, lane: Lane, replayed: Replayed, seconds: float) -> None:
         run, state = lane.run, replayed.run

@@ -60,27 +60,32 @@ class Replay:
         self._settings = settings
 
     async def to_seq(self, run: Run, seq: int, held: list[str]) -> Replayed:
-        """The state after all ended Ops up to ``seq``. Raises Unrecoverable."""
-        start = await self._start(run, lambda version: version.seq <= seq)
+        """The newest state after all ended Ops up to ``seq``. Raises Unrecoverable."""
+        return await self._onward(run, await self._start(run, lambda version: version.seq <= seq), seq, held)
+
+    async def to_version(self, run: Run, version: int, held: list[str]) -> Replayed:
+        """The state right after the optimizer step that last made ``version``. Raises Unrecoverable."""
+        seq = await self._store.seq_of_version(run.id, version)
+
+        def fits(kept: Version) -> bool:
+            # A rollback bears the number of the last Op before it, but what that Op made it has left.
+            return kept.version == version or (seq is not None and kept.seq < seq)
+
+        start = await self._start(run, fits)
+        if start is not None and start.version == version:
+            return Replayed(_at(run, start), start.seq, 0, start)
+        if seq is None:
+            raise Unrecoverable(f"step {version} is not in the journal of this run (any more)")
+        return await self._onward(run, start, seq, held)
+
+    async def _onward(self, run: Run, start: Version | None, seq: int, held: list[str]) -> Replayed:
         state, reached, count = _at(run, start), -1 if start is None else start.seq, 0
         for op in await self._store.training_ops(run.id, reached, seq):
             reached = op.seq
             if (again := _changing(op)) is not None:
                 state, count = await self._again(op, again, state, held), count + 1
-        return Replayed(state, reached, count, start)
-
-    async def to_version(self, run: Run, version: int, held: list[str]) -> Replayed:
-        """The state right after the optimizer step that made ``version``. Raises Unrecoverable."""
-        start = await self._start(run, lambda candidate: candidate.version <= version)
-        state, reached, count = _at(run, start), -1 if start is None else start.seq, 0
-        for op in await self._store.training_ops(run.id, reached, 1 << 62):
-            if state.weights is not None and state.version == version and not state.gradients:
-                break
-            reached = op.seq
-            if (again := _changing(op)) is not None:
-                state, count = await self._again(op, again, state, held), count + 1
-        if state.weights is None or state.version != version:
-            raise Unrecoverable(f"step {version} is not in the journal of this run (any more)")
+        if state.weights is None:
+            raise Unrecoverable("its creation is not in the journal (any more)")
         return Replayed(state, reached, count, start)
 
     async def _start(self, run: Run, fits: Callable[[Version], bool]) -> Version | None:

@@ -101,7 +101,7 @@ class Scheduler:
         self._dispatcher = Dispatcher(executor, settings.task_attempts, settings.merge_tokens, self._moved)
         self._held = Held()
         self.alarms = Alarms(store)
-        manifests = Manifests(store, catalog, settings)
+        manifests = self._manifests = Manifests(store, catalog, settings)
         replay = Replay(store, objects, self._execute, settings)
         self._recovery = Recovery(store, objects, folders, replay, manifests, self._held)
         self._snapshots = Snapshots(store, objects, manifests, settings, self.alarms, self._held)
@@ -206,14 +206,14 @@ class Scheduler:
         lane.add(op)
 
     async def _open_lane(self, run_id: str) -> Lane | None:
-        """The lane of a run that slept; if its arrays are gone they are computed again before anything starts."""
+        """The lane of a run that slept; arrays that are gone or damaged are computed again before anything starts."""
         run = await self._store.get_run(None, run_id)
         if run is None:
             return None
         lane = self._lanes[run_id] = Lane(run, run.cursor + 1)
         for ended in await self._store.training_ops(run_id, run.cursor, 1 << 62):
             lane.end(ended.seq)  # readers may end before an earlier one
-        if not all(map(self._objects.has, arrays_of(run))):
+        if arrays_of(run):
             lane.paused = True
             self._spawn(self._recover(lane))
         return lane
@@ -367,6 +367,10 @@ class Scheduler:
             # lane.run again: another forward_backward of this run may have ended meanwhile
             context = await self._context(op, body, lane.run if lane else None)
             settlement = settle_done(context, done)
+            if settlement.durable is not None and context.run is not None:
+                manifest = await self._manifests.of(after(context.run, settlement), op.seq)
+                version = msgspec.structs.replace(settlement.durable, manifest=manifest)
+                settlement = msgspec.structs.replace(settlement, durable=version)
             if settlement.checkpoint is not None:
                 await asyncio.to_thread(write_folder, self._folders, settlement.checkpoint)
             return settlement

@@ -350,6 +350,10 @@ class Store(Protocol):
         """The run's ended Ops with after_seq < seq <= to_seq, by seq, with their bodies: what a replay runs again."""
         ...
 
+    async def seq_of_version(self, run_id: str, version: int) -> int | None:
+        """The number of the Op that last made ``version`` of the run; 0 is made by its creation."""
+        ...
+
     async def data_digest(self, run_id: str, to_seq: int) -> tuple[int, str]:
         """How many batches the run was trained on up to ``to_seq``, and a SHA-256 over those of their bodies."""
         ...

@@ -152,6 +152,9 @@ class SqlStore(Store):
     async def training_ops(self, run_id: str, after_seq: int, to_seq: int) -> list[Op]:
         return await self._read(ops.training, run_id, after_seq, to_seq)
 
+    async def seq_of_version(self, run_id: str, version: int) -> int | None:
+        return await self._read(history.seq_of_version, run_id, version)
+
     async def data_digest(self, run_id: str, to_seq: int) -> tuple[int, str]:
         return await self._read(ops.data_digest, run_id, to_seq)
 

@@ -122,3 +122,18 @@ def test_join_gives_everyone_another_number(gate: Gate) -> None:
     assert min(numbers) >= 1
     answer = gate.post("join_sampling_session", sampling_session_id="nowhere")
     assert (answer.status_code, problem(answer)["code"]) == (404, "sampler.unknown")
+
+
+def test_an_unnamed_save_that_is_sent_again_may_carry_another_number(gate: Gate) -> None:
+    """As the public SDK does after a lost connection; the session is the one that the first attempt opened."""
+    run = gate.run()
+    first = gate.post("save_weights_for_sampler", model_id=run, seq_id=1, sampling_session_seq_id=0)
+    again = gate.post("save_weights_for_sampler", model_id=run, seq_id=1, sampling_session_seq_id=1)
+    assert (first.status_code, again.status_code) == (200, 200)
+    assert again.json() == first.json()
+    assert [op.id for op in gate.submitted() if op.seq == 1] == [f"{run}:op:1"], "one Op"
+    body = decode_body(gate.op(f"{run}:op:1").body)
+    assert isinstance(body, SaveForSampling)
+    assert body.sampling_session_id.endswith(":sample:0")
+    other = gate.post("optim_step", model_id=run, seq_id=1, adam_params={"learning_rate": 1e-3})
+    assert (other.status_code, problem(other)["code"]) == (400, "op.conflict")

@@ -12,6 +12,11 @@ from gradserve.store.tables import events, run_metrics
 
 _ADD_METRICS = sa.insert(run_metrics)
 _ADD_EVENT = sa.insert(events)
+_STEP = sa.select(sa.func.max(run_metrics.c.seq)).where(
+    run_metrics.c.run_id == sa.bindparam("of_run"),
+    run_metrics.c.version == sa.bindparam("made"),
+    run_metrics.c.kind == "optim_step",
+)
 
 
 def add_metrics(connection: Connection, metrics: Metrics) -> None:
@@ -20,6 +25,11 @@ def add_metrics(connection: Connection, metrics: Metrics) -> None:
 
 def add_event(connection: Connection, event: Event) -> None:
     connection.execute(_ADD_EVENT, asdict(event))
+
+
+def seq_of_version(connection: Connection, run_id: str, version: int) -> int | None:
+    found: int | None = connection.execute(_STEP, {"of_run": run_id, "made": version}).scalar()
+    return 0 if found is None and version == 0 else found
 
 
 def metrics_page(
