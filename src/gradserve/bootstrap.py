@@ -121,9 +121,10 @@ def build_app(settings: Settings, catalog: Catalog, wakeups: Wakeups, on_start: 
             }
             for worker in executor.workers()
         ]
-        status = scheduler.archive_status()
-        archive = {} if status is None else {"archive": status}
-        return {"workers": workers, "tasks_rerun": scheduler.lost_workers(), **archive}
+        answer: dict[str, object] = {"workers": workers, "tasks_rerun": scheduler.lost_workers()}
+        if archive is not None:
+            answer["archive"] = scheduler.archive_status()
+        return answer
 
     return create_app(settings, store, wakeups, catalog, objects, health=health, lifespan=lifespan)
 
