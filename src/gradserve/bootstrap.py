@@ -133,10 +133,10 @@ def build_app(
             }
             for worker in executor.workers()
         ]
-        status = scheduler.archive_status()
-        archive = {} if status is None else {"archive": status}
-        alarms = scheduler.alarms.active
-        return {"workers": workers, "tasks_rerun": scheduler.lost_workers(), "alarms": alarms, **archive}
+        answer: dict[str, object] = {"workers": workers, "tasks_rerun": scheduler.lost_workers()}
+        if archive is not None:
+            answer["archive"] = scheduler.archive_status()
+        return answer | {"alarms": scheduler.alarms.active}
 
     return create_app(settings, store, wakeups, catalog, objects, health=health, lifespan=lifespan)
 

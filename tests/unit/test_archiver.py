@@ -73,16 +73,22 @@ def test_damage_does_not_stop_the_others(objects: ObjectStore, archive: Archive)
         archiver.sync(wanted={bad, good}, garbage=set())
         await archiver.round()
         assert archiver.status()["waiting"] == 1
+        assert bad in str(archiver.status()["error"])
 
     asyncio.run(story())
     assert (archive.has(bad), archive.has(good)) == (False, True)
 
 
-def test_an_archive_that_is_away_is_said_and_tried_again(
-    objects: ObjectStore, archive: Archive, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("fault", [ArchiveError("bucket: no answer"), OSError("disk: input/output error")])
+def test_a_fault_is_said_and_tried_again(
+    objects: ObjectStore,
+    archive: Archive,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: Exception,
 ) -> None:
     digest = made(objects, b"a")
-    put, refusals = archive.put_object, iter([ArchiveError("bucket: no answer")])
+    put, refusals = archive.put_object, iter([fault])
 
     def refuse_once(*arguments: Any) -> None:
         for refusal in refusals:
@@ -103,7 +109,7 @@ def test_an_archive_that_is_away_is_said_and_tried_again(
 
     asyncio.run(asyncio.wait_for(story(), 30))
     assert archive.has(digest)
-    assert "ALARM: 1 objects are only on this machine: bucket: no answer" in caplog.text
+    assert f"ALARM: 1 objects are only on this machine: {fault}" in caplog.text
 
 
 def test_the_janitor_tells_it(objects: ObjectStore, archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:

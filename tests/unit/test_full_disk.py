@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -15,6 +14,7 @@ import torch
 from gradserve.compute.engine.drafts import Draft
 from gradserve.compute.files import NoRoom, whole_file
 from gradserve.compute.objects import ObjectStore
+from tests.disks import small_disk
 
 MIB = 1 << 20
 
@@ -22,15 +22,8 @@ MIB = 1 << 20
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"mounting a small tmpfs is not permitted here: {mounted.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    with small_disk(tmp_path / "small", "1m") as place:
+        yield place
 
 
 def files_under(place: Path) -> dict[str, bytes]:

@@ -14,13 +14,14 @@ and, once it was downloaded, of external weights that were saved with age recipi
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 from pathlib import Path
 
 from gradserve.compute.catalog import Catalog, ModelUnusable
-from gradserve.compute.files import naming_full_disk
+from gradserve.compute.files import copy_whole, naming_full_disk
 from gradserve.compute.objects import ObjectStore
 from gradserve.wire.ops import LORA_ALPHA, LoraConfig
 
@@ -132,10 +133,20 @@ class CheckpointFolders:
         folder.mkdir(parents=True)
         for file, content in small_files(base, lora, self._catalog).items():
             (folder / file).write_bytes(content)
-        os.link(self._objects.persist(weights), folder / weights_file(lora))
+        _link_or_copy(self._objects.persist(weights), folder / weights_file(lora))
         if moments is not None:
-            os.link(self._objects.persist(moments), folder / "optimizer.safetensors")
+            _link_or_copy(self._objects.persist(moments), folder / "optimizer.safetensors")
 
     def remove(self, run_id: str, kind: str, name: str) -> None:
         """Remove the folder of a deleted checkpoint."""
         shutil.rmtree(folder_of(self._root, run_id, kind, name), ignore_errors=True)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """A second name for a file, where the file systems allow that; they may be two, or one without hard links."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+            raise
+        copy_whole(source, target)

@@ -154,7 +154,7 @@ class ObjectStore:
             log.error("%s", damaged)
             raise ObjectCorrupt(digest, f"{self._archive.url}/objects/{digest}{SUFFIX}") from damaged
         except ArchiveError as error:
-            log.error("object %s is not on this machine, and the archive can't be asked: %s", digest, error)
+            log.error("object %s is not whole on this machine, and was not fetched: %s", digest, error)
             return False
         log.warning("object %s was fetched from %s", digest, self._archive.url)
         return True

@@ -50,14 +50,15 @@ class Archiver:
             self._changed.clear()
             try:
                 await self.round()
-            except ArchiveError as error:
+            except (ArchiveError, OSError) as error:  # OSError: a disk that can't be read
                 self._error = str(error)
                 log.error("ALARM: %d objects are only on this machine: %s", self.status()["waiting"], error)
                 await asyncio.sleep(self._pause_s)
                 self._changed.set()
 
     async def round(self) -> None:
-        """Do everything that is to be done now. Raises ArchiveError at the first that fails."""
+        """Do everything that is to be done now, but for damaged objects. Raises ArchiveError at the first fault."""
+        damaged: str | None = None
         for digest in self._garbage.copy():
             await asyncio.to_thread(self._objects.discard_archived, digest)
             self._garbage.discard(digest)
@@ -67,7 +68,8 @@ class Archiver:
             except ObjectMissing:
                 continue  # discarded meanwhile
             except ObjectCorrupt as corrupt:
-                log.error("not archived: %s", corrupt)
+                damaged = f"not archived: {corrupt}"
+                log.error("ALARM: %s", damaged)
                 continue
             self._archived.add(digest)
-        self._error = None
+        self._error = damaged

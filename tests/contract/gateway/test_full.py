@@ -72,11 +72,10 @@ def test_what_cannot_fit_is_refused_with_the_numbers(memory: int, objects: int, 
     assert f"{min(memory, objects)}.00 GiB are free" in refused.value.detail
 
 
-def test_the_machine_is_looked_at_when_the_run_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machine_is_looked_at_when_the_run_is_made(tmp_path: Path) -> None:
     parameters = psutil.virtual_memory().total  # eight float32 arrays of so many numbers fit into no machine
     big = msgspec.structs.replace(gates.TINY, parameters=parameters)
-    monkeypatch.setattr(gates, "TINY", big)
-    with opened(tmp_path) as gate:
+    with opened(tmp_path, (big, gates.OTHER)) as gate:
         session = gate.session()
         assert problem(gate.create_model(session, **FULL))["code"] == "full.memory"
         assert gate.create_model(session).status_code == 200, "adapters of the same base are small"
@@ -120,11 +119,10 @@ def test_a_new_run_from_a_full_checkpoint_is_full(gate: Gate) -> None:
     assert (shown.is_lora, shown.lora_rank, shown.train_attn) == (False, None, None)
 
 
-def test_the_files_of_a_full_checkpoint_are_a_model_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_of_a_full_checkpoint_are_a_model_directory(tmp_path: Path) -> None:
     folder = build_tiny(tmp_path / "model")
     (folder / "model.safetensors.index.json").write_text("{}")
-    monkeypatch.setattr(gates, "TINY", read_facts("tiny", folder))
-    with opened(tmp_path / "data") as gate:
+    with opened(tmp_path / "data", (read_facts("tiny", folder), gates.OTHER)) as gate:
         run = gate.run(**FULL)
         checkpoint = gate.save(run, 1, "e", "external_weights")
         found = types.ExternalWeightsUrlsResponse.model_validate(
