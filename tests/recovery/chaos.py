@@ -183,8 +183,10 @@ class Monkey(threading.Thread):
         return {file.name for file in root.glob("*.safetensors")} if root.is_dir() else set()
 
 
-def play(here: Machine, steps: int, diary: Diary, at_once: bool) -> dict[str, Any]:
-    """All scripts; what became of their runs."""
+def play(
+    here: Machine, steps: int, diary: Diary, at_once: bool, at_the_end: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """All scripts; what became of their runs, after ``at_the_end`` has brought peace."""
     runs: dict[str, tinker.TrainingClient] = {}
     services = [client(here.url) for _ in SCRIPTS]
     for name, service in zip(SCRIPTS, services, strict=True):
@@ -196,6 +198,7 @@ def play(here: Machine, steps: int, diary: Diary, at_once: bool) -> dict[str, An
     else:
         for name, script in SCRIPTS.items():
             script(runs[name], diary, steps)
+    at_the_end()
     states = {name: _state(here, run.model_id) for name, run in runs.items()}
     for service in services:
         service.close("success").result()
@@ -225,10 +228,7 @@ def storm(models: dict[str, str], folder: Path, steps: int, seed: int, pause_s: 
         diary = Diary()
         monkey = Monkey(here, diary, seed, pause_s)
         monkey.start()
-        try:
-            found = play(here, steps, diary, at_once)
-        finally:
-            monkey.end()
+        found = play(here, steps, diary, at_once, monkey.end)
     return {"wanted": wanted, "found": found, "injections": monkey.record}
 
 

@@ -15,7 +15,7 @@ from tests.contract.gateway.gate import Gate
 HERE = Path(__file__).parent
 _CODE = re.compile(
     r"(adapter|auth|body|checkpoint|compute|config|data|file|full|future|http|input|link|load|lora|loss|model|op|optim|prompt|query|run"
-    r"|sample|sampler|save|seed|seq|server|session|storage|unsupported|weights)\.[a-z_]+"
+    r"|sample|sampler|save|seed|seq|server|session|storage|unsupported|version|weights)\.(?!json$)[a-z_]+"
 )
 
 
