@@ -425,9 +425,11 @@ def test_damaged_weights_are_not_saved(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         await world.ended(await world.submit(0, CreateModel("tiny", LORA)))
         world.objects.path(ObjectStore.digest(b"w0")).write_bytes(b"w1")
+        world.worker.refuse.add("r:op:0~replay/0")  # nor can they be made again
         saved = await world.ended(await world.submit(1, SaveWeights("a", "weights")))
         assert saved.problem is not None
-        assert (saved.problem.status, saved.problem.code) == (500, "weights.corrupt")
+        assert (saved.problem.status, saved.problem.code) == (410, "weights.lost")
+        assert "create_model #0, which had succeeded, failed this time" in saved.problem.detail
         assert await world.store.get_checkpoint("t", "r", "weights", "a") is None
 
     world = play(tmp_path, story)

@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 
 from gradserve.compute.checkpoints import CheckpointFolders
 from gradserve.compute.files import NoRoom
 from gradserve.compute.objects import ObjectCorrupt, ObjectStore
 from gradserve.orchestration.archiver import Archiver
+from gradserve.orchestration.clock import SteadyClock
 from gradserve.settings import Settings
-from gradserve.store.base import Store
+from gradserve.store.base import Checkpoint, Event, EventKind, Store
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +25,7 @@ _GRACE_S = 10.0
 _LONGEST_PAUSE_S = 60.0
 _SHORTEST_PAUSE_S = 2.0
 _DEMOTE_AFTER_S = 60.0
+_WARN_S = 24 * 3600.0
 
 
 class Janitor:
@@ -47,6 +48,8 @@ class Janitor:
         self._in_use = in_use
         self._hot = hot
         self._archiver = archiver
+        self._clock = SteadyClock()
+        self._warned: set[tuple[str, float]] = set()
         self._wanted = asyncio.Event()
 
     def garbage(self) -> None:
@@ -67,9 +70,11 @@ class Janitor:
 
     async def sweep(self) -> None:
         """One round: expired checkpoints, old results, unreferenced arrays, arrays that may leave shared memory."""
-        now = time.time()
+        now = self._clock.now()
+        await self._warn_of_expiry(now)
         for checkpoint in await self._store.sweep_checkpoints(now):
             self._folders.remove(checkpoint.run_id, checkpoint.kind, checkpoint.name)
+            await self._store.add_event(_expiry(checkpoint, now, "checkpoint_expired", "has expired"))
         # First a write: a server that was taken over must not remove anything.
         await self._store.expire_results(now - self._settings.result_ttl_s)
         await self._store.retain_versions(self._settings.keep_versions, now - self._settings.finished_ttl_s)
@@ -88,6 +93,16 @@ class Janitor:
             wanted = {digest for digest in live if self._objects.has_durable(digest)}
             self._archiver.sync(wanted, garbage.intersection(durable))
 
+    async def _warn_of_expiry(self, now: float) -> None:
+        """One event for each checkpoint that expires within a day (a restarted server may say it again)."""
+        for checkpoint in await self._store.expiring_checkpoints(now + _WARN_S):
+            known = (checkpoint.path, checkpoint.expires_at or 0.0)
+            if known not in self._warned and (checkpoint.expires_at or 0.0) > now:
+                self._warned.add(known)
+                hours = ((checkpoint.expires_at or 0.0) - now) / 3600
+                words = f"expires in {hours:.1f} h (step {checkpoint.version})"
+                await self._store.add_event(_expiry(checkpoint, now, "checkpoint_expires", words))
+
     async def _demote(self, cold: set[str]) -> None:
         """Move to disk what only a sampling session or a checkpoint keeps alive, so that shared memory stays small."""
         for digest in set(self._objects.fast_older_than(_DEMOTE_AFTER_S)) & cold:
@@ -98,3 +113,7 @@ class Janitor:
             except NoRoom as full:
                 log.error("ALARM: arrays that are not needed now stay in shared memory: %s", full)
                 return
+
+
+def _expiry(checkpoint: Checkpoint, at: float, kind: EventKind, words: str) -> Event:
+    return Event(at, kind, f"{checkpoint.path} {words}", checkpoint.tenant, checkpoint.run_id)

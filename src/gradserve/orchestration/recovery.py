@@ -42,11 +42,14 @@ class Recovery:
         self._held = held
         self._rebuilding: dict[str, asyncio.Task[None]] = {}
 
-    async def recover(self, lane: Lane) -> None:
-        """Compute the arrays of a lane's run again; where that can't be done ``lane.lost`` says why."""
+    async def recover(self, lane: Lane) -> bool:
+        """See to it that the arrays of a lane's run are whole; what is not is computed again.
+
+        False where that can't be done: then ``lane.lost`` says why.
+        """
         run, started = lane.run, time.monotonic()
         if await asyncio.to_thread(self._are_whole, arrays_of(run)):
-            return
+            return True
         with self._held.during() as held:
             try:
                 last = max((seq for seq, _ in run.gradients), default=run.cursor)
@@ -55,18 +58,24 @@ class Recovery:
                 log.error("run %s can't be recovered: %s", run.id, error)
                 await self._tell(run, "weights_lost", str(error))
                 lane.lost = str(error)
-            else:
-                await self._recovered(lane, replayed, time.monotonic() - started)
+                return False
+            await self._recovered(lane, replayed, time.monotonic() - started)
+        return True
 
     def _are_whole(self, digests: Iterable[str]) -> bool:
         """Whether all are there and undamaged, in this machine's tiers or in the archive."""
-        try:
-            for digest in digests:
+        whole = True
+        for digest in digests:
+            try:
                 self._objects.verified_path(digest)
-        except (ObjectMissing, ObjectCorrupt) as error:
-            log.warning("computing again what was lost: %s", error)
-            return False
-        return True
+            except ObjectMissing:
+                log.warning("object %s is lost; computing it again", digest)
+                whole = False
+            except ObjectCorrupt as error:
+                log.error("%s; computing it again", error)
+                self._objects.discard(digest)  # a file that is there would not be written again
+                whole = False
+        return whole
 
     async def _recovered(self, lane: Lane, replayed: Replayed, seconds: float) -> None:
         run, state = lane.run, replayed.run

@@ -108,14 +108,17 @@ class Replay:
         return None
 
     def _is_whole(self, version: Version) -> bool:
-        try:
-            for digest in (version.weights, version.moments):
+        whole = True
+        for digest in (version.weights, version.moments):
+            try:
                 if digest is not None:
                     self._objects.verified_path(digest)
-        except (ObjectMissing, ObjectCorrupt) as error:
-            log.error("step %d of %s: %s", version.version, version.run_id, error)
-            return False
-        return True
+            except (ObjectMissing, ObjectCorrupt) as error:
+                log.error("step %d of %s: %s", version.version, version.run_id, error)
+                if isinstance(error, ObjectCorrupt):
+                    self._objects.discard(error.digest)  # a file that is there would not be written again
+                whole = False
+        return whole
 
     async def _again(self, op: Op, body: OpBody, run: Run, held: list[str]) -> Run:
         program = lower(f"{op.id}~replay", body, run, self._settings.tokens_per_task)

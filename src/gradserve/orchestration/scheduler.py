@@ -352,13 +352,8 @@ class Scheduler:
     async def _settlement(self, op: Op, lane: Lane | None, held: list[str]) -> Settlement:
         try:
             body = decode_body(op.body)
-            run = lane.run if lane is not None else None
-            program = lower(op.id, body, run, self._settings.tokens_per_task)
-            if isinstance(body, Sample) and body.weights is not None:
-                await self._recovery.find_sampled(op, body.weights)
-            await self._check_arrays(lane, body, run)
-            outcomes = await self._execute(program, lane.run.id if lane else op.scope, held)
-            failed = next((outcome for outcome in outcomes if isinstance(outcome, Failed)), None)
+            outcomes = await self._compute_or_repair(op, body, lane, held)
+            failed = _failure(outcomes)
             if failed is not None:
                 if failed.traceback:
                     log.error("task %s failed:\n%s", failed.task_id, failed.traceback)
@@ -391,6 +386,28 @@ class Scheduler:
             log.exception("op %s failed", op.id)
             problem = ServerError("server.fault", f"The server failed at this request: {error!r}.").problem()
             return settle_failed(op, problem, time.time())
+
+    async def _compute_or_repair(self, op: Op, body: OpBody, lane: Lane | None, held: list[str]) -> list[Outcome]:
+        """The outcomes of an Op; if its run's arrays turn out to be damaged they are computed again first, once."""
+        try:
+            outcomes = await self._compute_op(op, body, lane, held)
+            if lane is None or (failed := _failure(outcomes)) is None or failed.kind != "corrupt":
+                return outcomes
+        except ObjectCorrupt:
+            if lane is None:
+                raise
+            outcomes = []
+        if len(lane.running) > 1 or not await self._recovery.recover(lane):
+            return outcomes or await self._compute_op(op, body, lane, held)
+        return await self._compute_op(op, body, lane, held)
+
+    async def _compute_op(self, op: Op, body: OpBody, lane: Lane | None, held: list[str]) -> list[Outcome]:
+        run = lane.run if lane is not None else None
+        program = lower(op.id, body, run, self._settings.tokens_per_task)
+        if isinstance(body, Sample) and body.weights is not None:
+            await self._recovery.find_sampled(op, body.weights)
+        await self._check_arrays(lane, body, run)
+        return await self._execute(program, lane.run.id if lane else op.scope, held)
 
     async def _execute(self, program: Program, queue: str, held: list[str]) -> list[Outcome]:
         """Run the steps of a Program, each as soon as those it needs are done; stops at a failure."""
@@ -458,6 +475,10 @@ class Scheduler:
             # Neither the loop nor the end of an Op may fail quietly: clients would wait for ever.
             log.critical("the scheduler failed; stopping", exc_info=task.exception())
             self._on_fatal()
+
+
+def _failure(outcomes: list[Outcome]) -> Failed | None:
+    return next((outcome for outcome in outcomes if isinstance(outcome, Failed)), None)
 
 
 def _as_stored(op: Op, end: Settlement) -> Op:

@@ -243,6 +243,9 @@ class SqlStore(Store):
     async def set_checkpoint_public(self, tenant: str, run_id: str, kind: str, name: str, public: bool) -> bool:
         return await self._write(checkpoints.set_public, self._now(), tenant, run_id, kind, name, public)
 
+    async def expiring_checkpoints(self, until: float) -> list[Checkpoint]:
+        return await self._read(checkpoints.expiring, until)
+
     async def sweep_checkpoints(self, now: float) -> list[Checkpoint]:
         return await self._write(checkpoints.sweep, now)
 

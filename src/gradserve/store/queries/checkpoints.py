@@ -102,6 +102,10 @@ def set_public(
     return connection.execute(_SET_PUBLIC, {**own, "shown": public}).rowcount == 1
 
 
+def expiring(connection: Connection, until: float) -> list[Checkpoint]:
+    return [Checkpoint(*row) for row in connection.execute(_EXPIRED, {"now": until})]
+
+
 def sweep(connection: Connection, now: float) -> list[Checkpoint]:
     swept = [Checkpoint(*row) for row in connection.execute(_EXPIRED, {"now": now})]
     if swept:
