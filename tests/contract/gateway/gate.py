@@ -220,8 +220,8 @@ class Gate:
 
 
 @contextmanager
-def opened(root: Path, models: tuple[BaseFacts, ...] = (TINY, OTHER), **settings: Any) -> Iterator[Gate]:
-    """A gateway that lives as long as the block."""
+def opened(root: Path, models: tuple[BaseFacts, ...] = (), **settings: Any) -> Iterator[Gate]:
+    """A gateway that lives as long as the block, with TINY and OTHER unless ``models`` are given."""
     store, wakeups = SqlStore.in_memory(), Wakeups()
     objects = ObjectStore(root / "fast", root / "durable")
 
@@ -235,7 +235,7 @@ def opened(root: Path, models: tuple[BaseFacts, ...] = (TINY, OTHER), **settings
         Settings(data_dir=root, **{"long_poll_s": 0.05, **settings}),
         store,
         wakeups,
-        Catalog(list(models)),
+        Catalog(list(models or (TINY, OTHER))),
         objects,
         health=lambda: {"workers": []},
         lifespan=lifespan,
