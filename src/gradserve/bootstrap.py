@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import socket
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ def serve(
     """
     _check_exposure(settings)
     _check_archive(settings)
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    _make_data_dir(settings.data_dir)
     with (
         _only_server(Paths(settings.data_dir).lock),
         _listen(settings) as listener,
@@ -203,6 +204,19 @@ def _room_per_worker(settings: Settings, catalog: Catalog) -> int:
 
 _LEAST_ROOM = 256 << 20
 """On a machine that is full already a bound of nothing would refuse every request."""
+
+
+def _make_data_dir(data_dir: Path) -> None:
+    """Raises CannotStart when nothing can be written there."""
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=data_dir):
+            pass
+    except OSError as error:
+        raise CannotStart(
+            f"the data directory {data_dir} can't be written: {error.strerror}. Choose another --data-dir, or change "
+            "who may write there."
+        ) from error
 
 
 def _check_exposure(settings: Settings) -> None:

@@ -86,6 +86,10 @@ def test_a_clock_that_jumps_expires_nothing_early(tmp_path: Path) -> None:
 
     wall, steady = [1_000_000.0], [50.0]
     clock = SteadyClock(lambda: wall[0], lambda: steady[0])
+
+    def doubts() -> list[bool]:
+        return [clock.suspicious]
+
     assert clock.now() == 1_000_000.0
     wall[0] += 60.0
     steady[0] += 60.0
@@ -93,11 +97,11 @@ def test_a_clock_that_jumps_expires_nothing_early(tmp_path: Path) -> None:
     wall[0] += 365 * 86400.0
     steady[0] += 5.0
     assert clock.now() == 1_000_065.0, "believed only after it has stood for an hour"
-    assert clock.suspicious is True
+    assert doubts() == [True]
     wall[0] += 3600.0
     steady[0] += 3600.0
     assert clock.now() == wall[0]
-    assert clock.suspicious is False
+    assert doubts() == [False]
     wall[0] -= 7200.0
     steady[0] += 1.0
     assert clock.now() >= 1_000_065.0

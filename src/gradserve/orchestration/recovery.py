@@ -52,8 +52,9 @@ class Recovery:
             return True
         with self._held.during() as held:
             try:
-                last = max((seq for seq, _ in run.gradients), default=run.cursor)
-                replayed = await self._replay.to_seq(run, max(last, run.cursor), held)
+                async with lane.committing:  # the ends of all that came before are in the journal then
+                    last = max([lane.head - 1, *(seq for seq, _ in run.gradients)])
+                replayed = await self._replay.to_seq(run, last, held)
             except Unrecoverable as error:
                 log.error("run %s can't be recovered: %s", run.id, error)
                 await self._tell(run, "weights_lost", str(error))
