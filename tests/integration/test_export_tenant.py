@@ -1,4 +1,4 @@
-"""``gradserve export-tenant`` beside a running server: the bill is the API's, the adapter is PEFT's."""
+"""``gradserve export --tenant`` beside a running server: the bill is the API's, the adapter is PEFT's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_run_leaves_with_its_bill_and_its_weights(
         train(run, DATA, steps=2)
         run.save_state("kept").result()
         ours = logprobs(run.forward(DATA, "cross_entropy").result())
-        command = [sys.executable, "-m", "gradserve", "export-tenant", "local", "--to", str(out)]
+        command = [sys.executable, "-m", "gradserve", "export", "--tenant", "local", "--to", str(out)]
         done = subprocess.run(
             [*command, "--data-dir", str(data_dir)], capture_output=True, text=True, timeout=120, check=False
         )

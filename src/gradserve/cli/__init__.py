@@ -20,9 +20,8 @@ _COMMANDS = {
     "fork": "Name a step of a run, to begin another run with it.",
     "diff": "Compare two runs, or two steps.",
     "lineage": "Show where the weights of a run come from.",
-    "export": "Write a checkpoint as a PEFT adapter, a merged model or GGUF, and check it.",
+    "export": "Write a checkpoint as PEFT, merged model or GGUF; or all that a tenant owns.",
     "import": "Make a PEFT adapter a checkpoint to train on from.",
-    "export-tenant": "Write everything that a tenant owns into a folder.",
 }
 
 
@@ -35,8 +34,7 @@ class _Lazy(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        name = cmd_name.replace("-", "_")
-        name = f"{name}_" if keyword.iskeyword(name) else name
+        name = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name
         command = getattr(importlib.import_module(f"gradserve.cli.{name}"), name)
         assert isinstance(command, click.Command)
         return command

@@ -1,4 +1,4 @@
-"""gradserve export CHECKPOINT"""
+"""gradserve export CHECKPOINT, gradserve export --tenant TENANT"""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from gradserve.compute.exports import DType, Exported, Format
 
 
-@click.command(short_help="Write a checkpoint as a PEFT adapter, a merged model or GGUF, and check it.")
-@click.argument("checkpoint")
+@click.command(short_help="Write a checkpoint as PEFT, merged model or GGUF; or all that a tenant owns.")
+@click.argument("checkpoint", required=False)
+@click.option("--tenant", help="Instead of a checkpoint: everything that this tenant owns, from the data directory.")
+@click.option("--bodies", is_flag=True, help="With --tenant: also what was sent and answered, as far as it is kept.")
 @click.option("--to", required=True, type=click.Path(path_type=Path), help="Folder to make; it must not exist.")
 @click.option(
     "--format",
@@ -33,14 +35,47 @@ if TYPE_CHECKING:
 )
 @DATA_DIR
 def export(
-    checkpoint: str, to: Path, kind: Format, base: Path | None, dtype: DType | None, data_dir: Path | None
+    checkpoint: str | None,
+    tenant: str | None,
+    bodies: bool,
+    to: Path,
+    kind: Format,
+    base: Path | None,
+    dtype: DType | None,
+    data_dir: Path | None,
 ) -> None:
     """Write CHECKPOINT (tinker://...) to a folder that other programs load.
 
     The log-probs of held prompts are computed from what was written, by plain transformers and peft, and compared with
     those of the checkpoint. The result is kept in the folder, in gradserve_export.json. An artefact that differs too
     much is kept as DIR.failed-parity, and the exit code is 1.
+
+    With --tenant write runs, requests, metrics, events, ledger and checkpoints of a tenant in open formats; a server
+    may run meanwhile, its data is only read.
     """
+    if (checkpoint is None) == (tenant is None):
+        raise click.UsageError("name either a CHECKPOINT or a --tenant")
+    if tenant is not None:
+        _export_tenant(tenant, to, data_dir, bodies)
+        return
+    if bodies:
+        raise click.UsageError("--bodies goes with --tenant")
+    assert checkpoint is not None
+    _export_checkpoint(checkpoint, to, kind, base, dtype, data_dir)
+
+
+def _export_tenant(tenant: str, to: Path, data_dir: Path | None, bodies: bool) -> None:
+    from gradserve.cli.tenant_files import write_export
+
+    manifest = write_export(tenant, to, data_dir, bodies=bodies)
+    click.echo(f"{to}: {len(manifest.files)} files, bill ${manifest.total.amount_usd:f}; README.md says what is what")
+    for path, why in manifest.missing.items():
+        click.secho(f"  not exported: {path}: {why}", fg="red", err=True)
+
+
+def _export_checkpoint(
+    checkpoint: str, to: Path, kind: Format, base: Path | None, dtype: DType | None, data_dir: Path | None
+) -> None:
     from gradserve.cli.checkpoint import find
     from gradserve.compute.catalog import ModelUnusable
     from gradserve.compute.exports import CannotExport

@@ -42,6 +42,8 @@ FIELDS: dict[str, tuple[str, dict[str, str]]] = {
             "gradients": "[seq, digest] of gradients that wait for the next optimizer step",
             "cursor": "highest seq such that it and all lower ones have ended",
             "corrupted": "whether the run can only go on from a checkpoint",
+            "parent": "the checkpoint that it began with; null: the base",
+            "client_state": "SHA-256 of what the client keeps with it (gradserve.set_client_state)",
         },
     ),
     "sampling_sessions.jsonl": (
@@ -76,6 +78,7 @@ FIELDS: dict[str, tuple[str, dict[str, str]]] = {
             "expires_at": f"{_TIME}; null: never",
             "public": "whether other tenants may read it",
             "user_metadata": "given by the client",
+            "client_state": "SHA-256 of what the client kept with the run when it saved",
         },
     ),
     "ops.jsonl": (
@@ -122,6 +125,44 @@ FIELDS: dict[str, tuple[str, dict[str, str]]] = {
             "amount_usd": "US dollars, exact decimal",
             "price_version": "the price sheet that held when the request was accepted",
             "at": _TIME,
+        },
+    ),
+    "metrics.jsonl": (
+        "One line per training request that measured something; kept when results have expired.",
+        {
+            "run_id": _RUN_ID,
+            "tenant": "who owns it",
+            "seq": "number of the request in its run",
+            "version": "optimizer steps of the run after it",
+            "kind": "forward_backward or optim_step",
+            "at": _TIME,
+            "values": "loss, gradient norm and so on, by name; keys carry their reduction",
+        },
+    ),
+    "events.jsonl": (
+        "One line per thing that happened to a run: lost workers, recoveries, loads, rollbacks, expiry.",
+        {
+            "at": _TIME,
+            "kind": "what it was",
+            "detail": "in words",
+            "tenant": "who owns the run",
+            "run_id": _RUN_ID,
+            "seq": "number of the request that it happened to, if any",
+        },
+    ),
+    "versions.jsonl": (
+        "One line per state of a run that the server made durable by itself.",
+        {
+            "run_id": _RUN_ID,
+            "tenant": "who owns it",
+            "version": "optimizer steps",
+            "seq": "number of the last request that it contains",
+            "weights": _DIGEST,
+            "moments": f"{_DIGEST} of AdamW's moments",
+            "cause": "why it was made: steps, age, replay, save, load, rollback",
+            "size_bytes": "of both files",
+            "created_at": _TIME,
+            "manifest": "JSON: everything that a resume needs, each thing with its digest",
         },
     ),
 }

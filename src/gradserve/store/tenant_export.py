@@ -19,9 +19,32 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from gradserve.store import schema
-from gradserve.store.base import Checkpoint, LedgerLine, LedgerTotal, Op, Run, SamplingSession, Session
+from gradserve.store.base import (
+    Checkpoint,
+    Event,
+    LedgerLine,
+    LedgerTotal,
+    Metrics,
+    Op,
+    Run,
+    SamplingSession,
+    Session,
+    Version,
+)
 from gradserve.store.queries.ledger import NOTHING, add_some
-from gradserve.store.tables import checkpoints, fields, ledger, op_bodies, ops, runs, sampling_sessions, sessions
+from gradserve.store.tables import (
+    checkpoints,
+    events,
+    fields,
+    ledger,
+    op_bodies,
+    ops,
+    run_metrics,
+    runs,
+    sampling_sessions,
+    sessions,
+    versions,
+)
 from gradserve.wire.data import Array, Row, tokens_of
 from gradserve.wire.ops import decode_body
 from gradserve.wire.proto import gradserve_wire_pb2 as pb
@@ -35,6 +58,9 @@ _TABLES: dict[str, tuple[type[msgspec.Struct], sa.Table]] = {
     "sampling_sessions": (SamplingSession, sampling_sessions),
     "checkpoints": (Checkpoint, checkpoints),
     "ledger": (LedgerLine, ledger),
+    "metrics": (Metrics, run_metrics),
+    "events": (Event, events),
+    "versions": (Version, versions),
 }
 
 
@@ -51,7 +77,7 @@ class ExportedRows(msgspec.Struct, frozen=True):
 
 
 def export_rows(database: Path, tenant: str, folder: Path, *, bodies: bool = False) -> ExportedRows:
-    """Write sessions, runs, ops, sampling_sessions, checkpoints and ledger (.jsonl; ledger also .csv) into ``folder``.
+    """Write the tenant's rows of every table as .jsonl files (the ledger also as .csv) into ``folder``.
 
     ``bodies`` adds what was sent and answered to each Op, as far as it is kept. Only reads the database.
     Raises UnknownTenant, FileNotFoundError, StoreError.

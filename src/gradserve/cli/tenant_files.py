@@ -1,4 +1,4 @@
-"""gradserve export-tenant TENANT --to DIR"""
+"""The folder of ``gradserve export --tenant``: a tenant's rows and checkpoints in open formats."""
 
 from __future__ import annotations
 
@@ -36,22 +36,6 @@ class Manifest(msgspec.Struct, frozen=True):
     total: LedgerTotal
     files: dict[str, tuple[str, int]]
     missing: dict[str, str]
-
-
-@click.command("export-tenant", short_help="Write everything that a tenant owns into a folder.")
-@click.argument("tenant")
-@click.option("--to", required=True, type=click.Path(path_type=Path), help="A folder that does not exist yet.")
-@click.option("--data-dir", type=click.Path(path_type=Path), help="Where the server keeps its data.")
-@click.option("--bodies", is_flag=True, help="Also what was sent and answered, as far as it is kept.")
-def export_tenant(tenant: str, to: Path, data_dir: Path | None, bodies: bool) -> None:
-    """Write everything that TENANT owns into a folder, in open formats: runs, requests, ledger, checkpoints.
-
-    A server may run meanwhile; its data is only read.
-    """
-    manifest = write_export(tenant, to, data_dir, bodies=bodies)
-    click.echo(f"{to}: {len(manifest.files)} files, bill ${manifest.total.amount_usd:f}; README.md says what is what")
-    for path, why in manifest.missing.items():
-        click.secho(f"  not exported: {path}: {why}", fg="red", err=True)
 
 
 def write_export(tenant: str, to: Path, data_dir: Path | None = None, *, bodies: bool = False) -> Manifest:
