@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,7 @@ def test_refusals(lab: Lab, bases: dict[str, Path], tmp_path: Path) -> None:
         (source_of(lab, "smollm3"), tmp_path / "x", "gguf", None, "does not read smollm3"),
         (_on(source, windowed), tmp_path / "x", "gguf", None, "window of 24 tokens"),
         (_on(source, build_tiny(tmp_path / "wide", hidden=128)), tmp_path / "x", "merged", None, "right base"),
+        (_on(source, _of_bytes(bases["llama"], tmp_path / "bytes")), tmp_path / "x", "gguf", None, "merges nothing"),
         (_on(source, large), tmp_path / "x", "merged", "float16", "can't hold"),
         (_on(source, large), tmp_path / "x", "gguf", "float16", "can't hold"),
     ]
@@ -274,6 +276,16 @@ def test_refusals(lab: Lab, bases: dict[str, Path], tmp_path: Path) -> None:
         with pytest.raises(CannotExport, match=words):
             export(refused, to, format, dtype)
         assert not list(tmp_path.glob("x*")), words
+
+
+def _of_bytes(base: Path, to: Path) -> Path:
+    """The same model with a tokenizer that has no merges."""
+    shutil.copytree(base, to)
+    file = to / "tokenizer.json"
+    definition = json.loads(file.read_text())
+    definition["model"]["merges"] = []
+    file.write_text(json.dumps(definition))
+    return to
 
 
 def _on(source: Source, base: Path) -> Source:

@@ -243,6 +243,8 @@ def test_any_step_can_be_named_and_gone_back_to(tmp_path: Path) -> None:
         world.worker.slow[f"r:op:{seq}/0"].set()
         await world.ended(busy)
         assert await kinds_of(world) == ["rolled_back", "forked"]
+        lose_memory(world)
+        assert (await world.wakeups.ask(Rollback("t", "r", 1))).weights == states[0], "it waits for the recovery"
         # What was rolled back stays in the journal: the step that was left can still be forked.
         again = await world.wakeups.ask(NameVersion("t", "r", 3, "three"))
         assert again.weights == states[2]
@@ -270,6 +272,7 @@ def test_a_save_covers_what_came_before_it(tmp_path: Path) -> None:
 
 
 def test_a_paused_lane_starts_nothing() -> None:
-    lane = Lane(Run("r", "t", "s", "tiny", LORA, 0.0, 0.0), 0, paused=True)
+    lane = Lane(Run("r", "t", "s", "tiny", LORA, 0.0, 0.0), 0)
+    lane.resumed.clear()
     assert lane.start_ready() == []
     assert not lane.idle

@@ -20,9 +20,9 @@ _READERS = frozenset({"forward_backward"})
 class Lane:
     """``head`` is the lowest seq that has not ended. ``run`` is the newest state, maybe not yet committed.
 
-    ``touched_at`` is when something last arrived or ended (time.monotonic). While ``paused`` nothing starts: the run's
-    state is being made. Ends are written under ``committing``, one after another. ``uncovered_ms`` is what the Ops
-    since the last optimizer step cost. ``lost`` says why the run's arrays can't be had any more.
+    ``touched_at`` is when something last arrived or ended (time.monotonic). While ``resumed`` is not set nothing starts:
+    the run's state is being made. Ends are written under ``committing``, one after another. ``uncovered_ms`` is what the
+    Ops since the last optimizer step cost. ``lost`` says why the run's arrays can't be had any more.
     """
 
     run: Run
@@ -30,11 +30,14 @@ class Lane:
     waiting: dict[int, Op] = field(default_factory=dict)
     running: dict[int, Op] = field(default_factory=dict)
     touched_at: float = field(default_factory=time.monotonic)
-    paused: bool = False
+    resumed: asyncio.Event = field(default_factory=asyncio.Event)
     committing: asyncio.Lock = field(default_factory=asyncio.Lock)
     uncovered_ms: float = 0.0
     lost: str | None = None
     _ended_ahead: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.resumed.set()
 
     def add(self, op: Op) -> None:
         """A newly accepted Op, or a rejected one (whose seq is only consumed)."""
@@ -47,7 +50,7 @@ class Lane:
     def start_ready(self) -> list[Op]:
         """Move every Op that may run now from waiting to running, in seq order."""
         started: list[Op] = []
-        if self.paused:
+        if not self.resumed.is_set():
             return started
         seq = self.head
         while True:
@@ -85,4 +88,4 @@ class Lane:
     @property
     def idle(self) -> bool:
         """Whether nothing waits or runs."""
-        return not self.waiting and not self.running and not self.paused
+        return not self.waiting and not self.running and self.resumed.is_set()

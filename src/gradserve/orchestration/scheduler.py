@@ -214,7 +214,7 @@ class Scheduler:
         for ended in await self._store.training_ops(run_id, run.cursor, 1 << 62):
             lane.end(ended.seq)  # readers may end before an earlier one
         if arrays_of(run):
-            lane.paused = True
+            lane.resumed.clear()
             self._spawn(self._recover(lane))
         return lane
 
@@ -316,6 +316,7 @@ class Scheduler:
         await self._recovery.run_of(ask.tenant, ask.run_id)
         lane = self._lanes.get(ask.run_id) or await self._open_lane(ask.run_id)
         assert lane is not None
+        await lane.resumed.wait()
         if not lane.idle:
             raise Conflict(
                 "run.busy",
@@ -323,18 +324,18 @@ class Scheduler:
                 field="run_id",
                 fix="Wait for them, or stop the script that sends them; then roll back.",
             )
-        lane.paused = True
+        lane.resumed.clear()
         try:
             await self._recovery.roll_back(lane, ask.version)
             self._snapshots.covered(ask.run_id)
         finally:
-            lane.paused = False
+            lane.resumed.set()
             self._launch(lane)
         return lane.run
 
     async def _recover(self, lane: Lane) -> None:
         await self._recovery.recover(lane)
-        lane.paused = False
+        lane.resumed.set()
         self._launch(lane)
 
     def _moved(self, task: Task, queue: str, loss: WorkerLost, seconds: float) -> None:

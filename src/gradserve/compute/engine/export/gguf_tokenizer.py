@@ -42,6 +42,8 @@ def read(tokenizer: Any, size: int) -> Vocabulary:
     model = definition["model"]
     if model["type"] != "BPE" or model.get("byte_fallback") or definition["decoder"]["type"] != "ByteLevel":
         raise CannotExport(f"GGUF is written for byte-level BPE tokenizers only, not for the base's {model['type']}.")
+    if not model["merges"]:
+        raise CannotExport("the base's tokenizer merges nothing (it is one of bytes); readers of GGUF want merges.")
     types = dict.fromkeys(model["vocab"].values(), gguf.TokenType.NORMAL)
     words = {id: token for token, id in model["vocab"].items()}
     for added in definition["added_tokens"]:
