@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import tinker
 
+import gradserve
+from gradserve.client.extensions import ExtensionError
 from tests.recovery.disaster import Machine, machine
 from tests.sdk import adam, client, logprobs, prompt, supervised
 
@@ -66,6 +68,9 @@ def test_a_script_that_died_goes_on_from_the_last_step(tiny_models: dict[str, st
     with machine({"tiny": tiny_models["tiny"]}, tmp_path / "data", **NEVER) as here:
         run = new_run(here)
         train(run, 2)
+        gradserve.set_client_state(run, b'{"row": 8}')
+        with pytest.raises(ExtensionError, match="larger than 1048576 bytes"):
+            gradserve.set_client_state(run, bytes((1 << 20) + 1))
         before = state_of(here, run)
         run.forward_backward(DATA[0], "cross_entropy").result()  # lost with the script: no step was made of it
         here.cut_power()
@@ -74,6 +79,7 @@ def test_a_script_that_died_goes_on_from_the_last_step(tiny_models: dict[str, st
         service = client(here.url)
         resumed = service.create_training_client_from_state_with_optimizer(path).result()
         assert state_of(here, resumed) == before
+        assert gradserve.get_client_state(resumed) == gradserve.get_client_state(run, path) == b'{"row": 8}'
         train(resumed, 1, first=2)
         reference = new_run(here)
         train(reference, 3)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from gradserve.compute.objects import ObjectCorrupt, ObjectMissing, ObjectStore
@@ -48,7 +47,6 @@ class Snapshots:
         settings: Settings,
         alarms: Alarms,
         held: Held,
-        archive: Callable[[Version], Awaitable[None]] | None = None,
     ) -> None:
         self._store = store
         self._objects = objects
@@ -56,7 +54,6 @@ class Snapshots:
         self._settings = settings
         self._alarms = alarms
         self._held = held
-        self._archive = archive
         self._pending: dict[str, _Pending] = {}
         self._busy: set[str] = set()
 
@@ -133,5 +130,3 @@ class Snapshots:
             manifest=await self._manifests.of(run, seq),
         )
         await self._store.put_version(version)
-        if self._archive is not None:
-            await self._archive(version)
