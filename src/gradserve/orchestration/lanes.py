@@ -20,7 +20,7 @@ _READERS = frozenset({"forward_backward"})
 class Lane:
     """``head`` is the lowest seq that has not ended. ``run`` is the newest state, maybe not yet committed.
 
-    ``touched_at`` is when something last arrived or ended (time.monotonic). Nothing starts while ``resumed`` is not set:
+    ``touched_at`` is when something last arrived or ended (time.monotonic). Nothing starts unless ``resumed`` is set:
     the run's state is being made. Ends are written under ``committing``, one after another. ``uncovered_ms`` is what
     the Ops since the last optimizer step cost. ``lost`` says why the run's arrays can't be had any more.
     """
