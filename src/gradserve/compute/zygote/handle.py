@@ -91,11 +91,15 @@ class Zygote:
     def warm_up(self) -> None:
         """Connect to the zygote that is there, or start one, which then imports torch while the caller goes on.
 
-        Raises CannotFork when its directory belongs to somebody else.
+        Raises CannotFork when that is not possible, or its directory belongs to somebody else.
         """
-        if self._line is None:
+        if self._line is not None:
+            return
+        try:
             _make_private(self._home)
             self._line = self._find() or self._begin()
+        except OSError as error:
+            raise CannotFork(f"no zygote could be started: {error}") from error
 
     async def fork(self, spec: WorkerSpec) -> Birth:
         """A new worker; the first one waits until the bases are loaded. Raises CannotFork."""
@@ -105,10 +109,9 @@ class Zygote:
             raise CannotFork("the zygote is gone")
         token = secrets.token_hex(8)
         ended = self._births[token] = asyncio.get_running_loop().create_future()
-        ended.add_done_callback(lambda _: self._births.pop(token))
+        ended.add_done_callback(lambda _: self._births.pop(token))  # on a later turn of the loop
         try:
-            send(pipe, Fork(token, spec), [_STANDARD_ERROR])
-            pid = await self._pid_of(pipe)
+            pid = await self._pid_of(pipe, Fork(token, spec))
         except BaseException:
             pipe.close()  # a worker that finds it closed ends
             ended.cancel()
@@ -186,7 +189,7 @@ class Zygote:
                 return
             self.warm_up()
             found = self._process is None
-            if not await self._agrees(spec):
+            if not await self._agrees(spec, _FORK_S if found else None):
                 self._drop()
                 if not found:
                     raise CannotFork(f"the zygote ended: {self._last_words()}")
@@ -198,13 +201,16 @@ class Zygote:
             self._prepared = True
             self._watcher = asyncio.create_task(self._watch(spec))
 
-    async def _agrees(self, spec: WorkerSpec) -> bool:
-        """Waits until the zygote has loaded the bases. False when it is of another configuration, or has died."""
+    async def _agrees(self, spec: WorkerSpec, limit_s: float | None = None) -> bool:
+        """Waits until the zygote has loaded the bases. False when it is of another configuration, or has died.
+
+        One that a server left should have loaded them: ``limit_s`` bounds how long a stuck one is waited for.
+        """
         assert self._line is not None
         try:
             send(self._line, Prepare(fingerprint(spec), spec, self._spare_s))
-            reply = await answer(self._line)
-        except (EOFError, OSError):
+            reply = await asyncio.wait_for(answer(self._line), limit_s)
+        except (EOFError, OSError):  # TimeoutError is an OSError
             return False
         if isinstance(reply, Prepared):
             self._pid = reply.pid
@@ -216,26 +222,32 @@ class Zygote:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 message = await answer(self._line)
-                if isinstance(message, Ended) and message.token in self._births:
-                    self._births[message.token].set_result(message.exit_code)
+                if isinstance(message, Ended):
+                    self._settle(message.token, message.exit_code)
         self._drop()
         log.warning("the zygote ended: %s; another is started", self._last_words())
-        for ended in list(self._births.values()):
-            ended.set_result(None)
+        for token in self._births:
+            self._settle(token, None)
         try:
             await self._prepare(spec)
         except CannotFork as error:
             log.error("%s", error)  # the next worker that is wanted tries again
 
-    async def _pid_of(self, pipe: socket.socket) -> int:
+    def _settle(self, token: str, exit_code: int | None) -> None:
+        ended = self._births.get(token)
+        if ended is not None and not ended.done():
+            ended.set_result(exit_code)
+
+    async def _pid_of(self, pipe: socket.socket, wanted: Fork) -> int:
         try:
+            send(pipe, wanted, [_STANDARD_ERROR])
             born = await asyncio.wait_for(answer(pipe), _FORK_S)
         except TimeoutError:
             assert self._pid is not None
             os.kill(self._pid, signal.SIGKILL)
             raise CannotFork(f"the zygote did not answer for {_FORK_S:.0f} s; it is replaced") from None
-        except (EOFError, OSError):
-            raise CannotFork("the zygote ended before it could fork") from None
+        except (EOFError, OSError) as error:
+            raise CannotFork(f"the zygote did not fork: {error or 'it ended'}") from error
         if isinstance(born, Born):
             return born.pid
         raise CannotFork(born.reason if isinstance(born, Refused) else f"the zygote answered {born}")
