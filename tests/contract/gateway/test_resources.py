@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from tinker import types
 
+from gradserve.compute.checkpoints import folder_of
 from gradserve.gateway.signing import Link, Signer
 from gradserve.store.overview import RunDetail, RunList
 from gradserve.wire.errors import Forbidden, Gone
@@ -73,7 +74,11 @@ def test_checkpoint_life(gate: Gate) -> None:
     for body, code in (({"ttl_seconds": 60}, "checkpoint.ttl"), ({}, "body.missing_field")):
         answer = gate.call("PUT", f"{one}/ttl", json=body)
         assert (answer.status_code, problem(answer)["code"]) == (400, code)
+    folder = folder_of(gate.app.state.gateway.folders, run, "weights", "a")
+    folder.mkdir(parents=True)
+    (folder / "adapter_model.safetensors").write_bytes(b"a link to the object")
     assert gate.call("DELETE", one).status_code == 204
+    assert not folder.exists(), "its bytes go with it"
     for method, suffix in (("DELETE", ""), ("POST", "/publish"), ("DELETE", "/publish")):
         answer = gate.call(method, one + suffix)
         assert (answer.status_code, problem(answer)["code"]) == (404, "checkpoint.unknown")

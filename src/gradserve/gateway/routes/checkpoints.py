@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 import time
 
 from starlette.responses import Response
 
+from gradserve.compute.checkpoints import folder_of
 from gradserve.gateway.answers import checkpoint_answer, cursor, page_of
 from gradserve.gateway.bodies import TtlBody
 from gradserve.gateway.call import Api, Call, answer_json, no_content
@@ -33,9 +36,11 @@ async def list_checkpoints(call: Call) -> Response:
 
 
 async def delete_checkpoint(call: Call) -> Response:
-    """Forget a checkpoint. Sampling sessions that were opened on it go on."""
+    """Forget a checkpoint and its files. Sampling sessions that were opened on it go on."""
     path = addressed(call)
     require(await call.store.delete_checkpoint(call.tenant, path.run_id, path.kind, path.name), path)
+    folder = folder_of(call.gateway.folders, path.run_id, path.kind, path.name)
+    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
     return no_content()
 
 
