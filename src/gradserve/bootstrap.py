@@ -119,8 +119,10 @@ def build_app(
         yield
         await scheduler.close()
         await executor.close()
+        ours = await store.is_ours()
         await store.close()
-        shutil.rmtree(objects.fast, ignore_errors=True)  # all that is needed was parked on disk
+        if ours:  # a server that was taken over leaves what is the other's now
+            shutil.rmtree(objects.fast, ignore_errors=True)  # all that is needed was parked on disk
 
     def health() -> dict[str, object]:
         workers = [

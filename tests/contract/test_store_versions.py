@@ -113,6 +113,7 @@ def test_a_server_that_was_taken_over_writes_nothing_any_more(tmp_path: Path) ->
                 with pytest.raises(Fenced, match="taken this data directory over"):
                     await write()
             assert await first.get_op(None, "r:1") is None
+            assert (await first.is_ours(), await second.is_ours()) == (False, True)
             assert await second.submit(an_op(1)) == (an_op(1), True)
             assert await second.list_versions(None, "r") == []
         finally:

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gradserve.compute.objects import shared_memory_root
 from tests.processes import free_port, serve_on, stop
 from tests.recovery.disaster import HEADERS, machine
 from tests.recovery.test_power_loss import new_run, state_of, train
@@ -76,6 +77,9 @@ def test_a_server_that_slept_through_a_takeover_writes_nothing(tiny_models: dict
             assert "taken this data directory over" in answer.json()["detail"]
             row = httpx.get(f"http://127.0.0.1:{port}/api/v1/gradserve/runs/{run.model_id}", headers=HEADERS).json()
             assert (row["run"]["version"], row["run"]["weights"], row["run"]["moments"]) == before
+            stop(here.server)
+            there = {file.stem for file in shared_memory_root(data).glob("*.safetensors")}
+            assert set(before[1:]) <= there, "what it leaves belongs to the other"
         finally:
             stop(second)
 

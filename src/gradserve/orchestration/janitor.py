@@ -17,7 +17,7 @@ from gradserve.compute.objects import ObjectCorrupt, ObjectStore
 from gradserve.orchestration.archiver import Archiver
 from gradserve.orchestration.clock import SteadyClock
 from gradserve.settings import Settings
-from gradserve.store.base import Checkpoint, Event, EventKind, Store
+from gradserve.store.base import Checkpoint, Event, EventKind, Fenced, Store
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +64,8 @@ class Janitor:
             self._wanted.clear()
             try:
                 await self.sweep()
+            except Fenced:
+                raise
             except Exception:
                 log.exception("sweep failed; the next one is in a minute")
             await asyncio.sleep(_SHORTEST_PAUSE_S)

@@ -19,6 +19,7 @@ from gradserve.store import schema
 from gradserve.store.base import (
     Checkpoint,
     Event,
+    Fenced,
     LedgerLine,
     LedgerTotal,
     Metrics,
@@ -89,6 +90,13 @@ class SqlStore(Store):
         if not self._read_only:
             holder = f"process {os.getpid()} on {platform.node()}"
             self._epoch = await self._thread.call(lambda c: leases.take(c, holder, self._now()), writes=False)
+
+    async def is_ours(self) -> bool:
+        try:
+            await self._thread.call(self._check_lease, writes=False)
+        except Fenced:
+            return False
+        return True
 
     def _check_lease(self, connection: Connection) -> None:
         if self._epoch is not None:
