@@ -86,7 +86,7 @@ def test_a_full_disk_is_an_error_before_anything_is_written(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="no room left"):
         write(store)
     assert list(store.fast.iterdir()) == []
 

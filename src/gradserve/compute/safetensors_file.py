@@ -45,7 +45,7 @@ def layout(
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
         offsets[name] = at
         at = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     header = _LENGTH.pack(len(text)) + text
     return header, {name: len(header) + offset for name, offset in offsets.items()}

@@ -131,7 +131,7 @@ def test_an_unnamed_save_that_is_sent_again_may_carry_another_number(gate: Gate)
     again = gate.post("save_weights_for_sampler", model_id=run, seq_id=1, sampling_session_seq_id=1)
     assert (first.status_code, again.status_code) == (200, 200)
     assert again.json() == first.json()
-    assert [op.id for op in gate.submitted() if op.seq == 1] == [f"{run}:op:1"], "one Op"
+    assert [op.id for op in gate.submitted() if op.scope == run and op.seq == 1] == [f"{run}:op:1"], "one Op"
     body = decode_body(gate.op(f"{run}:op:1").body)
     assert isinstance(body, SaveForSampling)
     assert body.sampling_session_id.endswith(":sample:0")
