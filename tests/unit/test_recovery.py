@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,26 +12,7 @@ from gradserve.store.base import Run, Settlement, StoreError, Version
 from gradserve.store.wakeups import NameVersion, Rollback
 from gradserve.wire.errors import Conflict, NotFound
 from gradserve.wire.ops import AdamParams, CreateModel, OpBody, OptimStep, SaveWeights
-from tests.unit.test_scheduler import LORA, World, forward_backward
-
-Story = Callable[[World], Awaitable[None]]
-
-
-def play(folder: Path, story: Story, **settings: Any) -> World:
-    """A server's life; the arrays in ``folder`` and what ``story`` wrote stay."""
-
-    async def whole() -> World:
-        world = World(folder, **settings)
-        await world.store.open()
-        await world.scheduler.start()
-        try:
-            await story(world)
-        finally:
-            await world.scheduler.close()
-            await world.store.close()
-        return world
-
-    return asyncio.run(whole())
+from tests.unit.test_scheduler import LORA, World, forward_backward, play
 
 
 async def steps(world: World, count: int, first_seq: int = 1) -> int:

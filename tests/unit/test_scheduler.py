@@ -181,9 +181,11 @@ class World:
                 await self.wakeups.wait(op_id, waiter, 10)
 
 
-def play(folder: Path, story: Callable[[World], Awaitable[None]], start: bool = True) -> World:
+def play(folder: Path, story: Callable[[World], Awaitable[None]], start: bool = True, **settings: Any) -> World:
+    """A server's life; the arrays in ``folder`` and what ``story`` wrote stay."""
+
     async def whole() -> World:
-        world = World(folder)
+        world = World(folder, **settings)
         await world.store.open()
         if start:
             await world.scheduler.start()

@@ -398,9 +398,11 @@ class Scheduler:
             if lane is None:
                 raise
             outcomes = []
-        if len(lane.running) > 1 or not await self._recovery.recover(lane):
-            return outcomes or await self._compute_op(op, body, lane, held)
-        return await self._compute_op(op, body, lane, held)
+        # Not beside other Ops of the run: their gradients may be on their way into the state that is replaced.
+        repaired = len(lane.running) == 1 and await self._recovery.recover(lane)
+        if repaired or not outcomes:
+            return await self._compute_op(op, body, lane, held)
+        return outcomes
 
     async def _compute_op(self, op: Op, body: OpBody, lane: Lane | None, held: list[str]) -> list[Outcome]:
         run = lane.run if lane is not None else None
