@@ -391,7 +391,7 @@ def test_the_tokens_of_a_sample_come_before_its_end(tmp_path: Path) -> None:
             assert stored is not None
             assert stored.state == "done", "the end of the stream comes after the result"
 
-    assert play(tmp_path, story).scheduler._streams == {}
+    assert play(tmp_path, story).scheduler._execution._streams == {}
 
 
 def test_the_stream_of_a_cancelled_sample_ends(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The loop: claim Ops from the store, lower them, dispatch their Tasks, settle what comes out.
 
-Parts: lanes (order within a run), lower (Op to Program), dispatch (Tasks to workers), settle (outcomes to one
-transaction), janitor (what nobody needs any more). They do not know each other; only this file does.
+Parts: lanes (order within a run), lower (Op to Program), execution (a Program's steps), dispatch (Tasks to workers),
+settle (outcomes to one transaction), janitor (what nobody needs any more). Only this file knows them all.
 
 Invariant: a run's state in memory is what its committed settlements give, plus those on their way to the store in
 the same order. So the next Op may start while the last one is being committed, and a crash in between only means
@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -23,16 +23,16 @@ from gradserve.compute.catalog import Catalog
 from gradserve.compute.checkpoints import CheckpointFolders
 from gradserve.compute.executor import Executor, WorkerLost
 from gradserve.compute.objects import ObjectCorrupt, ObjectMissing, ObjectStore
-from gradserve.compute.tasks import Done, Failed, Outcome, SampleTask, Task
+from gradserve.compute.tasks import Done, Failed, Outcome, Task
 from gradserve.orchestration.alarms import Alarms
 from gradserve.orchestration.archiver import Archiver
 from gradserve.orchestration.dispatch import AttemptsExhausted, Dispatcher, TaskCancelled
+from gradserve.orchestration.execution import Execution
 from gradserve.orchestration.held import Held
 from gradserve.orchestration.janitor import Janitor
 from gradserve.orchestration.lanes import Lane
 from gradserve.orchestration.lower import lower, sample_task_id
 from gradserve.orchestration.manifest import Manifests
-from gradserve.orchestration.program import Compute, Persist, Program
 from gradserve.orchestration.recovery import Recovery, arrays_of, lost, missing, write_folder
 from gradserve.orchestration.replay import Replay
 from gradserve.orchestration.settle import (
@@ -96,13 +96,12 @@ class Scheduler:
         self._settings = settings
         self._lanes: dict[str, Lane] = {}
         self._samples: set[str] = set()
-        self._cancelled: set[str] = set()
-        self._streams: dict[str, TokenStream] = {}
         self._dispatcher = Dispatcher(executor, settings.task_attempts, settings.merge_tokens, self._moved)
         self._held = Held()
+        self._execution = Execution(self._dispatcher, objects, self._held)
         self.alarms = Alarms(store)
         manifests = self._manifests = Manifests(store, catalog, settings)
-        replay = Replay(store, objects, self._execute, settings)
+        replay = Replay(store, objects, self._execution.run, settings)
         self._recovery = Recovery(store, objects, folders, replay, manifests, self._held)
         self._snapshots = Snapshots(store, objects, manifests, settings, self.alarms, self._held)
         self._archiver = Archiver(objects) if objects.has_archive else None
@@ -142,18 +141,9 @@ class Scheduler:
             except ObjectCorrupt as corrupt:
                 log.error("not kept over the restart: %s", corrupt)
 
-    @contextlib.contextmanager
-    def stream(self, op_id: str) -> Iterator[TokenStream]:
-        """The tokens of a sample as they are sampled, for one consumer inside the server.
-
-        Enter before the Op is submitted. The stream ends when the Op has ended, well or not, and its result, which has
-        all the tokens, is in the store; of an Op that ended earlier (a replay) nothing comes, not even the end.
-        """
-        stream = self._streams[op_id] = TokenStream()
-        try:
-            yield stream
-        finally:
-            del self._streams[op_id]
+    def stream(self, op_id: str) -> contextlib.AbstractContextManager[TokenStream]:
+        """The tokens of a sample as they are sampled; see Execution.stream."""
+        return self._execution.stream(op_id)
 
     def in_use(self) -> set[str]:
         """Digests that lanes and running Programs refer to."""
@@ -229,7 +219,7 @@ class Scheduler:
     async def _cancel(self, op: Op) -> bool:
         """Stop a sample, or a training Op that has not started. False when it can't be stopped (any more)."""
         if op.id in self._samples:
-            self._cancelled.add(op.id)
+            self._execution.cancelled.add(op.id)
             self._dispatcher.cancel(sample_task_id(op.id))
             return True
         lane = self._lanes.get(op.scope)
@@ -259,11 +249,10 @@ class Scheduler:
                 first = await self._commit(settlement)
         finally:
             self._samples.discard(op.id)
-            self._cancelled.discard(op.id)
+            self._execution.cancelled.discard(op.id)
             self._held.release(held)
         self._wakeups.ended(op.id, _as_stored(op, settlement) if first else None)
-        if op.id in self._streams:
-            self._streams[op.id].close()
+        self._execution.ended(op.id)
         if op.kind in ("optim_step", "load_weights"):
             self._janitor.garbage()
 
@@ -410,44 +399,7 @@ class Scheduler:
         if isinstance(body, Sample) and body.weights is not None:
             await self._recovery.find_sampled(op, body.weights)
         await self._check_arrays(lane, body, run)
-        return await self._execute(program, lane.run.id if lane else op.scope, held)
-
-    async def _execute(self, program: Program, queue: str, held: list[str]) -> list[Outcome]:
-        """Run the steps of a Program, each as soon as those it needs are done; stops at a failure."""
-        log.debug("%s", program)
-        outcomes: dict[int, Outcome] = {}
-        waiting = dict(enumerate(program.steps))
-        while waiting:
-            computed = {
-                number: step
-                for number, step in waiting.items()
-                if isinstance(step, Compute) and outcomes.keys() >= set(step.after)
-            }
-            persisted = [step for step in waiting.values() if isinstance(step, Persist)]
-            waiting = {n: step for n, step in waiting.items() if isinstance(step, Compute) and n not in computed}
-            results = await asyncio.gather(
-                *(self._compute(program.op_id, step.bind(outcomes), queue, held) for step in computed.values())
-            )
-            outcomes.update(zip(computed, results, strict=True))
-            if any(isinstance(outcome, Failed) for outcome in results):
-                break
-            for step in persisted:
-                for digest in step.digests:
-                    await asyncio.to_thread(self._objects.persist, digest)
-        return [outcomes[number] for number in sorted(outcomes)]
-
-    async def _compute(self, op_id: str, task: Task, queue: str, held: list[str]) -> Outcome:
-        """Run one Task. What it made is kept from the janitor from now on, however long its siblings take."""
-        if op_id in self._cancelled:
-            raise TaskCancelled(task.id)
-        stream = self._streams.get(op_id)
-        if stream is not None and isinstance(task, SampleTask):
-            task = msgspec.structs.replace(task, stream=True)
-        outcome = await self._dispatcher.run(task, queue, stream)
-        if isinstance(outcome, Done):
-            held.extend(outcome.objects.values())
-            self._held.add(outcome.objects.values())
-        return outcome
+        return await self._execution.run(program, lane.run.id if lane else op.scope, held)
 
     async def _check_arrays(self, lane: Lane | None, body: OpBody, run: Run | None) -> None:
         """Say it when arrays are gone for good, instead of failing in a worker."""
