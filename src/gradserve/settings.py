@@ -31,7 +31,7 @@ def default_data_dir() -> Path:
 
 
 class Prices(BaseModel):
-    """USD per million tokens by kind, and per hour of worker time. Exact decimals."""
+    """USD per million tokens by kind, per million environment steps, and per hour of worker time. Exact decimals."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -39,6 +39,7 @@ class Prices(BaseModel):
     prefill: Decimal = Decimal("0.10")
     cached: Decimal = Decimal("0.02")
     sample: Decimal = Decimal("0.30")
+    env_step: Decimal = Decimal("0.10")
     compute_hour: Decimal = Decimal("0")
 
 

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from gradserve.wire.data import Row
-from gradserve.wire.ops import AdamParams, LoraConfig, Sample
+from gradserve.wire.control import EnvSpec, EpisodeStats, PPOConfig, RolloutSpec
+from gradserve.wire.data import Array, Row
+from gradserve.wire.ops import AdamParams, LoraConfig, Sample, SgdParams
 from gradserve.wire.results import ForwardBackwardResult, SampleResult
 
 Digest = str
@@ -77,6 +78,8 @@ class GradTask(msgspec.Struct, frozen=True, tag="grad"):
     config: dict[str, float]
     backward: bool
     pass_rows: tuple[int, ...] = ()
+    cotangents: Digest | None = None
+    part: int = 0
 
     def passes(self) -> list[list[Row]]:
         """The rows of each pass; one pass of all rows when ``pass_rows`` is empty."""
@@ -89,6 +92,46 @@ class GradTask(msgspec.Struct, frozen=True, tag="grad"):
         return sum(row.length for row in self.rows)
 
 
+class ScoreTask(msgspec.Struct, frozen=True, tag="score"):
+    """What the graph ``loss`` reads of ``rows`` under (base, weights), without a gradient -> ``scores``.
+
+    The first of the two stages of a loss over a request that is cut into several Tasks.
+    """
+
+    id: str
+    base: str
+    weights: Digest
+    rows: list[Row]
+    loss: str
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(row.length for row in self.rows)
+
+
+class LossTask(msgspec.Struct, frozen=True, tag="loss"):
+    """The graph ``loss`` on the scores of all parts of a request, in order -> ``cotangents``, one set for each part.
+
+    ``rows`` are those of all parts; ``part_rows`` says how many belong to each.
+    """
+
+    id: str
+    base: str
+    weights: Digest
+    rows: list[Row]
+    part_rows: tuple[int, ...]
+    loss: str
+    scores: list[Digest]
+
+
+class CheckTask(msgspec.Struct, frozen=True, tag="check"):
+    """Resolve a stored graph and dry-run it on fake tensors. Done, or Failed ("user") with what is wrong with it."""
+
+    id: str
+    graph: Digest
+
+
 class ReduceTask(msgspec.Struct, frozen=True, tag="reduce"):
     """Left fold of gradients in the order given -> ``gradient``."""
 
@@ -97,7 +140,7 @@ class ReduceTask(msgspec.Struct, frozen=True, tag="reduce"):
 
 
 class OptimTask(msgspec.Struct, frozen=True, tag="optim"):
-    """One AdamW step on the ordered sum of ``gradients`` -> ``weights``, ``moments``.
+    """One step (see ops.OptimStep) on the ordered sum of ``gradients`` -> ``weights``, ``moments``.
 
     ``moments`` is None before the first step of a run (or after a load without optimizer).
     """
@@ -107,6 +150,59 @@ class OptimTask(msgspec.Struct, frozen=True, tag="optim"):
     moments: Digest | None
     gradients: list[Digest]
     adam: AdamParams
+    coupled_decay: bool = False
+    sgd: SgdParams | None = None
+
+
+class GraphTask(msgspec.Struct, frozen=True, tag="graph"):
+    """A graph of a module's parameters on ``arrays`` -> its outputs; with ``backward`` -> ``gradient`` of its loss."""
+
+    id: str
+    graph: Digest
+    weights: Digest
+    arrays: dict[str, Array]
+    backward: bool
+
+
+class RolloutTask(msgspec.Struct, frozen=True, tag="rollout"):
+    """``spec.steps`` steps of the environments of one group -> ``trajectory``.
+
+    They go on from where ``moments`` say that the run's environments are; None: from new episodes.
+    """
+
+    id: str
+    graph: Digest
+    weights: Digest
+    moments: Digest | None
+    spec: RolloutSpec
+    group: int
+
+
+class UpdateTask(msgspec.Struct, frozen=True, tag="update"):
+    """PPO on trajectories that this policy made in ``env`` -> ``weights``, ``moments`` (with the environments' states)."""
+
+    id: str
+    graph: Digest
+    weights: Digest
+    moments: Digest | None
+    trajectories: list[Digest]
+    env: EnvSpec
+    config: PPOConfig
+    seed: int
+
+
+class EvaluateTask(msgspec.Struct, frozen=True, tag="evaluate"):
+    """Whole episodes -> their returns and lengths."""
+
+    id: str
+    graph: Digest
+    weights: Digest
+    env: EnvSpec
+    episodes: int
+    seed: int
+    deterministic: bool
+    normalise_observations: bool
+    clip_observation: float
 
 
 class SampleTask(msgspec.Struct, frozen=True, tag="sample"):
@@ -120,7 +216,8 @@ class SampleTask(msgspec.Struct, frozen=True, tag="sample"):
     stream: bool = False
 
 
-Task = InitTask | GradTask | ReduceTask | OptimTask | SampleTask
+ModuleTask = GraphTask | RolloutTask | UpdateTask | EvaluateTask
+Task = InitTask | GradTask | ScoreTask | LossTask | CheckTask | ReduceTask | OptimTask | SampleTask | ModuleTask
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -135,6 +232,7 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     sample_tokens: int = 0
     compute_us: int = 0
+    env_steps: int = 0
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -143,11 +241,12 @@ class Usage(msgspec.Struct, frozen=True):
             self.cached_tokens + other.cached_tokens,
             self.sample_tokens + other.sample_tokens,
             self.compute_us + other.compute_us,
+            self.env_steps + other.env_steps,
         )
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """A Task's outcome. ``objects`` maps "weights" | "moments" | "gradient" to digests now in the object store."""
+    """A Task's outcome. ``objects`` maps what it made ("weights", "moments", "gradient" ...) to digests of objects."""
 
     task_id: str
     usage: Usage
@@ -155,6 +254,8 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     rows: ForwardBackwardResult | None = None
     sample: SampleResult | None = None
     metrics: dict[str, float] = {}
+    outputs: dict[str, Array] = {}
+    episodes: EpisodeStats | None = None
 
 
 FailureKind = Literal["user", "too_large", "out_of_memory", "corrupt", "mismatch", "cancelled", "internal"]

@@ -281,6 +281,16 @@ class ImportBody(Strict, frozen=True, kw_only=True):
     name: str = "imported"
 
 
+class CreateCustomLossBody(Strict, frozen=True, kw_only=True):
+    """POST create_custom_loss. ``inputs`` are {name, rank}; ``graph`` is a torch.fx graph as data (wire/fx.py)."""
+
+    session_id: str
+    custom_loss_seq_id: int
+    name: str
+    inputs: list[dict[str, Any]]
+    graph: dict[str, Any]
+
+
 class TtlBody(Lenient, frozen=True):
     """PUT .../ttl. ``null`` removes the expiry; the field itself must be there."""
 

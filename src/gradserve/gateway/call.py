@@ -20,6 +20,7 @@ from gradserve.compute.catalog import Catalog
 from gradserve.compute.objects import ObjectStore
 from gradserve.gateway.auth import Keys
 from gradserve.gateway.errors import response_to
+from gradserve.gateway.graph_cache import GraphCache
 from gradserve.gateway.limits import read_body
 from gradserve.gateway.signing import Signer
 from gradserve.settings import Settings
@@ -53,6 +54,7 @@ class Gateway:
     encrypting: asyncio.Lock = field(default_factory=asyncio.Lock)
     samplers: dict[tuple[str, str], SamplingSession] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
+    graphs: GraphCache = field(default_factory=GraphCache)
 
 
 class Call:

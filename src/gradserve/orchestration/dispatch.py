@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from gradserve.compute.executor import Executor, WorkerLost
-from gradserve.compute.tasks import GradTask, Outcome, SampleTask, Task
+from gradserve.compute.tasks import GradTask, Outcome, SampleTask, ScoreTask, Task
 from gradserve.orchestration.streams import TokenStream
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class _Entry:
     def tokens(self) -> int:
         if self.samples:
             return 0
-        return self.task.tokens if isinstance(self.task, GradTask) else _TOKENS_OF_OTHERS
+        return self.task.tokens if isinstance(self.task, GradTask | ScoreTask) else _TOKENS_OF_OTHERS
 
 
 @dataclass

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from gradserve.store.base import Op, Run
 
-_READERS = frozenset({"forward_backward"})
+_READERS = frozenset({"forward_backward", "apply_graph", "evaluate"})
 
 
 @dataclass

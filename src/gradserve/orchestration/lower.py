@@ -6,19 +6,39 @@ its gradients are folded in Task order; so the result does not depend on who com
 
 from __future__ import annotations
 
-from gradserve.compute.tasks import GradTask, InitTask, OptimTask, ReduceTask, SampleTask
+from gradserve.compute.tasks import (
+    CheckTask,
+    EvaluateTask,
+    GradTask,
+    GraphTask,
+    InitTask,
+    LossTask,
+    OptimTask,
+    ReduceTask,
+    RolloutTask,
+    SampleTask,
+    ScoreTask,
+    UpdateTask,
+)
 from gradserve.orchestration.program import Compute, Persist, Program, Step
 from gradserve.store.base import Run
 from gradserve.wire.data import Row
+from gradserve.wire.errors import UserError
 from gradserve.wire.ops import (
+    ApplyGraph,
+    CreateLoss,
     CreateModel,
+    CreateModule,
+    Evaluate,
     ForwardBackward,
     LoadWeights,
     OpBody,
     OptimStep,
+    Rollout,
     Sample,
     SaveForSampling,
     SaveWeights,
+    UpdatePolicy,
 )
 
 
@@ -40,6 +60,8 @@ def _steps(op_id: str, body: OpBody, run: Run | None, task_tokens: int) -> tuple
     match body:
         case Sample():
             return (Compute(SampleTask(sample_task_id(op_id), body)),)
+        case CreateLoss():
+            return (Compute(CheckTask(f"{op_id}/0", body.graph)),)
         case CreateModel():
             return (Compute(InitTask(f"{op_id}/0", body.base, body.lora)),)
         case ForwardBackward():
@@ -48,8 +70,10 @@ def _steps(op_id: str, body: OpBody, run: Run | None, task_tokens: int) -> tuple
             return _optim_step(op_id, body, _existing(run))
         case SaveWeights():
             return (_persist(body, _existing(run)),)
-        case SaveForSampling() | LoadWeights():
+        case SaveForSampling() | LoadWeights() | CreateModule():
             return ()
+        case ApplyGraph() | Rollout() | UpdatePolicy() | Evaluate():
+            return _module_steps(op_id, body, _existing(run))
 
 
 def _forward_backward(op_id: str, body: ForwardBackward, run: Run, task_tokens: int) -> tuple[Step, ...]:
@@ -57,12 +81,77 @@ def _forward_backward(op_id: str, body: ForwardBackward, run: Run, task_tokens: 
     groups = cut(body.rows, task_tokens)
     if run.lora is None:
         return (Compute(_in_one_task(op_id, body, run, groups)),)
+    if body.whole and len(groups) > 1:
+        return _in_two_stages(op_id, body, run, groups)
     steps: list[Step] = [
         Compute(GradTask(f"{op_id}/{number}", run.base, run.weights, rows, body.loss, body.config, body.backward))
         for number, rows in enumerate(groups)
     ]
     if body.backward and len(steps) > 1:
         steps.append(Compute(ReduceTask(f"{op_id}/{len(steps)}", []), tuple(range(len(steps)))))
+    return tuple(steps)
+
+
+def _module_steps(op_id: str, body: ApplyGraph | Rollout | UpdatePolicy | Evaluate, run: Run) -> tuple[Step, ...]:
+    assert run.weights is not None
+    weights, moments = run.weights, run.moments
+    match body:
+        case ApplyGraph():
+            return (Compute(GraphTask(f"{op_id}/0", body.graph, weights, body.arrays, body.backward)),)
+        case Rollout():
+            if run.gradients:
+                raise UserError(
+                    "rollout.unread",
+                    "The last rollout's trajectories, or a gradient, have not been used yet.",
+                    fix="Send an update (or an optim_step) between two rollouts.",
+                )
+            return tuple(
+                Compute(RolloutTask(f"{op_id}/{group}", body.graph, weights, moments, body.spec, group))
+                for group in range(body.spec.groups)
+            )
+        case UpdatePolicy():
+            trajectories = [digest for _, digest in run.gradients]
+            if not trajectories:
+                raise UserError(
+                    "update.nothing", "There are no trajectories to learn from.", fix="Send a rollout first."
+                )
+            task = UpdateTask(
+                f"{op_id}/0", body.graph, weights, moments, trajectories, body.env, body.config, body.seed
+            )
+            return (Compute(task),)
+        case Evaluate():
+            task_of = EvaluateTask(
+                f"{op_id}/0",
+                body.graph,
+                weights,
+                body.env,
+                body.episodes,
+                body.seed,
+                body.deterministic,
+                body.normalise_observations,
+                body.clip_observation,
+            )
+            return (Compute(task_of),)
+
+
+def _in_two_stages(op_id: str, body: ForwardBackward, run: Run, groups: list[list[Row]]) -> tuple[Step, ...]:
+    """A loss over the whole request: scores of every group, the loss on all of them, its cotangents through each."""
+    assert run.weights is not None
+    count = len(groups)
+    steps: list[Step] = [
+        Compute(ScoreTask(f"{op_id}/{number}", run.base, run.weights, rows, body.loss))
+        for number, rows in enumerate(groups)
+    ]
+    part_rows = tuple(len(rows) for rows in groups)
+    loss = LossTask(f"{op_id}/{count}", run.base, run.weights, body.rows, part_rows, body.loss, [])
+    steps.append(Compute(loss, tuple(range(count))))
+    if not body.backward:
+        return tuple(steps)
+    for part, rows in enumerate(groups):
+        task = GradTask(f"{op_id}/{count + 1 + part}", run.base, run.weights, rows, body.loss, {}, True, part=part)
+        steps.append(Compute(task, (count,)))
+    gradients = tuple(range(count + 1, 2 * count + 1))
+    steps.append(Compute(ReduceTask(f"{op_id}/{2 * count + 1}", []), gradients))
     return tuple(steps)
 
 
@@ -78,7 +167,9 @@ def _optim_step(op_id: str, body: OptimStep, run: Run) -> tuple[Step, ...]:
         return ()  # nothing was accumulated: the step is a no-op, not a step of momentum
     assert run.weights is not None
     gradients = [digest for _, digest in sorted(run.gradients)]
-    return (Compute(OptimTask(f"{op_id}/0", run.weights, run.moments, gradients, body.adam)),)
+    return (
+        Compute(OptimTask(f"{op_id}/0", run.weights, run.moments, gradients, body.adam, body.coupled_decay, body.sgd)),
+    )
 
 
 def _persist(body: SaveWeights, run: Run) -> Persist:

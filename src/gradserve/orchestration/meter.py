@@ -14,12 +14,16 @@ _RESOLUTION = Decimal("1e-15")
 
 
 def price(usage: Usage, prices: Prices) -> Decimal:
-    """USD. Token amounts are exact; worker time (us / 3.6e9 * hourly price) is rounded half-even to 1e-15 USD."""
+    """USD. Amounts for tokens and steps of environments are exact.
+
+    Worker time (us / 3.6e9 * hourly price) is rounded half-even to 1e-15 USD.
+    """
     tokens = (
         usage.train_tokens * prices.train
         + usage.prefill_tokens * prices.prefill
         + usage.cached_tokens * prices.cached
         + usage.sample_tokens * prices.sample
+        + usage.env_steps * prices.env_step
     ) / _MILLION
     time = usage.compute_us * prices.compute_hour / _MICROSECONDS_PER_HOUR
     return tokens + time.quantize(_RESOLUTION, ROUND_HALF_EVEN).normalize()
@@ -44,4 +48,5 @@ def ledger_line(op: Op, base: str, usage: Usage, sheet: PriceSheet, at: float) -
         amount_usd=price(usage, sheet.of(base)),
         price_version=sheet.version,
         at=at,
+        env_steps=usage.env_steps,
     )

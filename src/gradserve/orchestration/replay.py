@@ -20,13 +20,14 @@ from gradserve.orchestration.program import Program
 from gradserve.orchestration.settle import Context, after, settle_done
 from gradserve.settings import Settings
 from gradserve.store.base import Checkpoint, Op, Run, Store, Version
-from gradserve.wire.ops import CreateModel, ForwardBackward, LoadWeights, OpBody, OptimStep, decode_body
+from gradserve.wire.ops import ApplyGraph, ForwardBackward, LoadWeights, OpBody, decode_body
 
 log = logging.getLogger(__name__)
 
 Execute = Callable[[Program, str, list[str]], Awaitable[list[Outcome]]]
 """Runs a Program in the queue of a run and notes the objects that it made as held."""
 
+_CHANGES_NOTHING = frozenset({"save_weights", "save_for_sampling", "sample", "evaluate", "create_loss"})
 _RESETS = frozenset({"load", "rollback", "recovery"})
 """Causes of versions that no replay may pass: what they changed is not in the bodies of Ops."""
 
@@ -149,12 +150,11 @@ def _at(run: Run, start: Version | None) -> Run:
 
 def _changing(op: Op) -> OpBody | None:
     """The body of an Op that changed its run's arrays; None for one that didn't. Raises Unrecoverable."""
-    if op.problem is not None or op.kind in ("save_weights", "save_for_sampling", "sample"):
+    if op.problem is not None or op.kind in _CHANGES_NOTHING:
         return None
     if not op.body:
         raise Unrecoverable(f"the body of {op.kind} #{op.seq} has expired and no durable version covers it")
     body = decode_body(op.body)
-    if isinstance(body, ForwardBackward) and not body.backward:
+    if isinstance(body, ForwardBackward | ApplyGraph) and not body.backward:
         return None
-    assert isinstance(body, CreateModel | ForwardBackward | OptimStep | LoadWeights)
     return body

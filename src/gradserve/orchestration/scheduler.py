@@ -40,6 +40,7 @@ from gradserve.orchestration.settle import (
     after,
     cancelled,
     problem_of,
+    refusal,
     settle_done,
     settle_failed,
     weights_corrupt,
@@ -57,9 +58,9 @@ from gradserve.store.base import (
     Store,
     StoreError,
 )
-from gradserve.store.wakeups import Ask, NameVersion, Rollback, Wakeups
+from gradserve.store.wakeups import Ask, CheckGraph, NameVersion, Rollback, Wakeups
 from gradserve.wire.errors import Conflict, Problem, ServerError, UserError
-from gradserve.wire.ops import LoadWeights, OpBody, Sample, SaveWeights, decode_body
+from gradserve.wire.ops import CreateLoss, LoadWeights, OpBody, Sample, SaveWeights, decode_body
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +187,7 @@ class Scheduler:
             del self._lanes[run_id]
 
     async def _admit(self, op: Op) -> None:
-        if op.kind == "sample":  # its run_id only says whose bill it is; it waits for nobody
+        if op.kind in ("sample", "create_loss"):  # these wait for nobody; a sample's run_id only says whose bill it is
             if op.id not in self._samples:
                 self._samples.add(op.id)
                 self._spawn(self._run_op(op, None))
@@ -290,7 +291,7 @@ class Scheduler:
 
     async def _answer(self, ask: Ask, answer: asyncio.Future[Any]) -> None:
         try:
-            found: object = await (self._recovery.name(ask) if isinstance(ask, NameVersion) else self._roll_back(ask))
+            found = await self._found(ask)
         except (UserError, ServerError) as error:
             if not answer.done():
                 answer.set_exception(error)
@@ -300,6 +301,23 @@ class Scheduler:
         else:
             if not answer.done():
                 answer.set_result(found)
+
+    async def _found(self, ask: Ask) -> object:
+        match ask:
+            case NameVersion():
+                return await self._recovery.name(ask)
+            case Rollback():
+                return await self._roll_back(ask)
+            case CheckGraph():
+                await self._check_graph(ask.digest)
+                return None
+
+    async def _check_graph(self, digest: str) -> None:
+        program = lower(f"check:{digest}", CreateLoss(digest), None, 0)
+        with self._held.during() as held:
+            failed = _failure(await self._execution.run(program, "graphs", held))
+        if failed is not None:
+            raise refusal(failed)
 
     async def _roll_back(self, ask: Rollback) -> Run:
         await self._recovery.run_of(ask.tenant, ask.run_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,21 +26,29 @@ from gradserve.store.base import (
     VersionCause,
 )
 from gradserve.wire import codec
-from gradserve.wire.errors import Gone, GradserveError, Problem, ServerError, UserError
+from gradserve.wire.control import EpisodeStats
+from gradserve.wire.errors import Gone, Problem, ServerError, UserError
 from gradserve.wire.ops import (
+    ApplyGraph,
+    CreateLoss,
     CreateModel,
+    CreateModule,
+    Evaluate,
     ForwardBackward,
     LoadWeights,
     OpBody,
     OptimStep,
+    Rollout,
     Sample,
     SaveForSampling,
     SaveWeights,
+    UpdatePolicy,
 )
-from gradserve.wire.results import ForwardBackwardResult, SampleResult
+from gradserve.wire.results import ForwardBackwardResult, GraphResult, SampleResult
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
+MSGPACK = "application/msgpack"
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,8 @@ def settle_done(context: Context, outcomes: Sequence[Done]) -> Settlement:
     settlement = _SETTLERS[type(context.body)](context, outcomes)
     if not outcomes:
         return settlement  # nothing was executed on a worker, so nothing is charged
+    if isinstance(context.body, CreateLoss):
+        return settlement  # looking at a graph is free
     base = context.body.base if isinstance(context.body, Sample) else _run(context).base
     line = ledger_line(context.op, base, usage, context.prices, context.at)
     return msgspec.structs.replace(settlement, ledger=line)
@@ -88,7 +99,12 @@ def after(run: Run, settlement: Settlement) -> Run:
 
 def problem_of(failed: Failed) -> Problem:
     """What the client is told about a Task that raised."""
-    error: GradserveError
+    return cancelled() if failed.kind == "cancelled" else refusal(failed).problem()
+
+
+def refusal(failed: Failed) -> UserError | ServerError:
+    """The same to be raised."""
+    error: UserError | ServerError
     match failed.kind:
         case "user":
             error = UserError("compute.refused", failed.message)
@@ -111,11 +127,9 @@ def problem_of(failed: Failed) -> Problem:
             error = weights_corrupt(failed.message)
         case "mismatch":
             error = weights_mismatch(failed.message)
-        case "cancelled":
-            return cancelled()
-        case "internal":
+        case "internal" | "cancelled":
             error = ServerError("compute.fault", f"The computation failed on our side: {failed.message}")
-    return error.problem()
+    return error
 
 
 def weights_corrupt(what: str) -> ServerError:
@@ -168,6 +182,12 @@ def _update(run: Run, **changes: object) -> RunUpdate:
     return RunUpdate(**{**same, **changes})
 
 
+def _create_loss(context: Context, outcomes: Sequence[Done]) -> Settlement:
+    body = context.body
+    assert isinstance(body, CreateLoss)
+    return _done(context, {"loss_id": body.graph})
+
+
 def _create_model(context: Context, outcomes: Sequence[Done]) -> Settlement:
     run = _run(context)
     return msgspec.structs.replace(
@@ -191,9 +211,16 @@ def _forward_backward(context: Context, outcomes: Sequence[Done]) -> Settlement:
 
 
 def combine(parts: Sequence[ForwardBackwardResult]) -> ForwardBackwardResult:
-    """The results of several GradTasks as one. Raises ServerError when they weren't computed with the same weights."""
+    """The results of an Op's Tasks as one. Raises ServerError when they weren't computed with the same weights.
+
+    In two stages the log-probs are those of the scores, and the metrics those of the one loss.
+    """
     for part in parts:
         _require_weights(part, parts[0].weights)
+    metrics = [part.metrics for part in parts if part.metrics]
+    if len(metrics) == 1:
+        logprobs = [row for part in parts for row in part.logprobs]
+        return ForwardBackwardResult(logprobs, metrics[0], parts[0].weights)
     return joined(parts)
 
 
@@ -211,6 +238,69 @@ def _optim_step(context: Context, outcomes: Sequence[Done]) -> Settlement:
     )
     history = _history(context, update.version, outcome.metrics)
     return msgspec.structs.replace(_done(context, {"metrics": outcome.metrics}), run=update, metrics=history)
+
+
+def _create_module(context: Context, outcomes: Sequence[Done]) -> Settlement:
+    body, run = context.body, _run(context)
+    assert isinstance(body, CreateModule)
+    return msgspec.structs.replace(_done(context, {"model_id": run.id}), run=_update(run, weights=body.weights))
+
+
+def _apply_graph(context: Context, outcomes: Sequence[Done]) -> Settlement:
+    body, run, (outcome,) = context.body, _run(context), outcomes
+    assert isinstance(body, ApplyGraph)
+    result = GraphResult(outcome.outputs, outcome.metrics, run.weights, run.version)
+    settlement = Settlement(
+        context.op.id,
+        "done",
+        context.at,
+        msgspec.msgpack.encode(result),
+        MSGPACK,
+        weights=run.weights,
+        version=run.version,
+    )
+    if not body.backward:
+        return settlement
+    update = _update(run, gradients=(*run.gradients, (context.op.seq, outcome.objects["gradient"])))
+    return msgspec.structs.replace(settlement, run=update, metrics=_history(context, run.version, outcome.metrics))
+
+
+def _rollout(context: Context, outcomes: Sequence[Done]) -> Settlement:
+    run, stats = _run(context), _episodes(outcomes)
+    made = tuple((context.op.seq, outcome.objects["trajectory"]) for outcome in outcomes)
+    update = _update(run, gradients=(*run.gradients, *made))
+    history = _history(context, run.version, episode_metrics(stats))
+    return msgspec.structs.replace(_answer_episodes(context, stats), run=update, metrics=history)
+
+
+def _evaluate(context: Context, outcomes: Sequence[Done]) -> Settlement:
+    run, stats = _run(context), _episodes(outcomes)
+    return msgspec.structs.replace(
+        _answer_episodes(context, stats), metrics=_history(context, run.version, episode_metrics(stats))
+    )
+
+
+def _answer_episodes(context: Context, stats: EpisodeStats) -> Settlement:
+    return _done(context, {"episodes": stats, "metrics": episode_metrics(stats), "version": _run(context).version})
+
+
+def _episodes(outcomes: Sequence[Done]) -> EpisodeStats:
+    """Those of all groups, group by group."""
+    parts = [outcome.episodes for outcome in outcomes if outcome.episodes is not None]
+    return EpisodeStats(
+        tuple(value for part in parts for value in part.returns),
+        tuple(value for part in parts for value in part.lengths),
+        sum(part.env_steps for part in parts),
+    )
+
+
+def episode_metrics(stats: EpisodeStats) -> dict[str, float]:
+    """Means over the episodes that ended; without any, only the counts."""
+    found = {"episodes": float(len(stats.returns)), "env_steps": float(stats.env_steps)}
+    if stats.returns:
+        found["episode_return"] = statistics.fmean(stats.returns)
+        found["episode_length"] = statistics.fmean(stats.lengths)
+    return found
 
 
 def _save_weights(context: Context, outcomes: Sequence[Done]) -> Settlement:
@@ -315,6 +405,12 @@ def _sample(context: Context, outcomes: Sequence[Done]) -> Settlement:
 
 
 _SETTLERS = {
+    CreateModule: _create_module,
+    ApplyGraph: _apply_graph,
+    Rollout: _rollout,
+    UpdatePolicy: _optim_step,
+    Evaluate: _evaluate,
+    CreateLoss: _create_loss,
     CreateModel: _create_model,
     ForwardBackward: _forward_backward,
     OptimStep: _optim_step,

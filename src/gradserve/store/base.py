@@ -169,6 +169,7 @@ class LedgerLine(msgspec.Struct, frozen=True):
     amount_usd: Decimal
     price_version: str
     at: float
+    env_steps: int = 0
 
 
 class LedgerTotal(msgspec.Struct, frozen=True):
@@ -181,6 +182,7 @@ class LedgerTotal(msgspec.Struct, frozen=True):
     sample_tokens: int
     compute_ms: Decimal
     amount_usd: Decimal
+    env_steps: int = 0
 
 
 VersionCause = Literal["steps", "age", "replay", "save", "load", "rollback", "recovery"]
@@ -220,6 +222,16 @@ EventKind = Literal[
     "storage_alarm",
     "storage_well",
 ]
+
+
+class StoredGraph(msgspec.Struct, frozen=True):
+    """A checked graph of a tenant's; the object ``digest`` is the graph."""
+
+    tenant: str
+    digest: str
+    name: str
+    size_bytes: int
+    created_at: float
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -450,8 +462,11 @@ class Store(Protocol):
         """Delete and return those whose expires_at has passed."""
         ...
 
+    async def put_graph(self, graph: StoredGraph) -> None: ...
+    async def get_graph(self, tenant: str | None, digest: str) -> StoredGraph | None: ...
+
     async def live_digests(self) -> set[str]:
-        """Every digest that a run, a sampling session, a checkpoint or an unfinished Op refers to.
+        """Every digest that a run, a sampling session, a checkpoint or an unfinished Op refers to, and all graphs.
 
         Runs and sampling sessions of a finished session do not count, unless a run has unfinished Ops.
         """

@@ -17,7 +17,7 @@ from sqlalchemy.pool import NullPool
 from gradserve.store.base import StoreError
 from gradserve.store.tables import metadata
 
-REVISIONS = ("0001", "0002", "0003", "0004")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005")
 """All migrations in order. A database at one that is not here was written by a newer gradserve."""
 
 HEAD = REVISIONS[-1]

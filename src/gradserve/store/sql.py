@@ -31,11 +31,13 @@ from gradserve.store.base import (
     Session,
     Settlement,
     Store,
+    StoredGraph,
     Version,
 )
 from gradserve.store.queries import (
     checkpoints,
     digests,
+    graphs,
     history,
     leases,
     ledger,
@@ -256,6 +258,12 @@ class SqlStore(Store):
 
     async def sweep_checkpoints(self, now: float) -> list[Checkpoint]:
         return await self._write(checkpoints.sweep, now)
+
+    async def put_graph(self, graph: StoredGraph) -> None:
+        await self._write(graphs.put, graph)
+
+    async def get_graph(self, tenant: str | None, digest: str) -> StoredGraph | None:
+        return await self._read(graphs.get, tenant, digest)
 
     async def live_digests(self) -> set[str]:
         return await self._read(digests.live)

@@ -232,6 +232,7 @@ ledger = sa.Table(
     _exact("amount_usd"),
     _text("price_version"),
     _time("at"),
+    sa.Column("env_steps", sa.BigInteger, nullable=False, server_default="0"),
     sa.UniqueConstraint("id"),
     sa.Index(None, "tenant", "n"),
     # Run and session before tenant: of two usable indexes SQLite then takes the narrower one.
@@ -283,6 +284,19 @@ events = sa.Table(
     _count("seq", optional=True),
     sa.Index(None, "run_id", "n"),
     sa.Index(None, "tenant", "n"),
+)
+
+# The graphs are objects, named by ``digest``; here it says whose they are. They are small and kept for ever.
+graphs = sa.Table(
+    "graphs",
+    metadata,
+    _number(),
+    _text("tenant"),
+    _text("digest"),
+    _text("name"),
+    _count("size_bytes"),
+    _time("created_at"),
+    sa.UniqueConstraint("tenant", "digest"),
 )
 
 # Whose database this is: every server that opens it counts ``epoch`` up, and writes only while it is still its own.

@@ -35,7 +35,14 @@ class Rollback:
     version: int
 
 
-Ask = NameVersion | Rollback
+@dataclass(frozen=True)
+class CheckGraph:
+    """Dry-run a stored graph; answered by nothing, or raised what is wrong with it."""
+
+    digest: str
+
+
+Ask = NameVersion | Rollback | CheckGraph
 
 
 class Wakeups:

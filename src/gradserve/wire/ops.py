@@ -10,10 +10,24 @@ from typing import Literal
 
 import msgspec
 
+from gradserve.wire.control import EnvSpec, PPOConfig, RolloutSpec
 from gradserve.wire.data import Array, Row
 
 LORA_ALPHA = 32.0
 """lora_alpha of every adapter. It is not on the wire; the low-rank product is scaled by alpha / rank."""
+
+
+_GRAPH = "graph:"
+
+
+def graph_loss(digest: str) -> str:
+    """The name of a loss that is a stored graph."""
+    return _GRAPH + digest
+
+
+def graph_of(loss: str) -> str | None:
+    """The digest of the graph that a loss is; None for a public loss."""
+    return loss.removeprefix(_GRAPH) if loss.startswith(_GRAPH) else None
 
 
 class LoraConfig(msgspec.Struct, frozen=True):
@@ -60,6 +74,20 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop_strings: tuple[str, ...] = ()
 
 
+class SgdParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Stochastic gradient descent, as torch.optim.SGD: momentum (Polyak 1964), or Nesterov's.
+
+    ``grad_clip_norm`` as in AdamParams.
+    """
+
+    learning_rate: float
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
 class CreateModel(msgspec.Struct, frozen=True, tag="create_model"):
     """Make version 0 of a run: fresh adapters on a base, or (``lora`` None) all of the base's parameters."""
 
@@ -68,18 +96,28 @@ class CreateModel(msgspec.Struct, frozen=True, tag="create_model"):
 
 
 class ForwardBackward(msgspec.Struct, frozen=True, tag="forward_backward"):
-    """Log-probs of all rows and, with ``backward``, the gradient of the summed loss, which accumulates."""
+    """Log-probs of all rows and, with ``backward``, the gradient of the loss, which accumulates.
+
+    ``loss`` is a public one (a sum over tokens) or a graph (``graph_loss``), ``whole`` whether that graph must see all
+    rows together.
+    """
 
     rows: list[Row]
     loss: str
     config: dict[str, float]
     backward: bool = True
+    whole: bool = False
 
 
 class OptimStep(msgspec.Struct, frozen=True, tag="optim_step"):
-    """One AdamW step on the gradients accumulated since the last one."""
+    """One step on the gradients accumulated since the last one: of AdamW, or of SGD where ``sgd`` is given.
+
+    ``coupled_decay`` makes it Adam's: weight decay is added to the gradient (Kingma and Ba 2015, arXiv:1412.6980).
+    """
 
     adam: AdamParams
+    coupled_decay: bool = False
+    sgd: SgdParams | None = None
 
 
 class SaveWeights(msgspec.Struct, frozen=True, tag="save_weights"):
@@ -134,8 +172,72 @@ class Sample(msgspec.Struct, frozen=True, tag="sample"):
     version: int | None = None
 
 
-OpBody = CreateModel | ForwardBackward | OptimStep | SaveWeights | SaveForSampling | LoadWeights | Sample
+class CreateLoss(msgspec.Struct, frozen=True, tag="create_loss"):
+    """Check a stored graph as a loss. Its identity is (session, number); its answer names the loss."""
+
+    graph: str
+
+
+class CreateModule(msgspec.Struct, frozen=True, tag="create_module"):
+    """Make version 0 of a run that trains a module: its forward ``graph``, its parameters and buffers ``weights``."""
+
+    graph: str
+    weights: str
+
+
+class ApplyGraph(msgspec.Struct, frozen=True, tag="apply_graph"):
+    """Run a ``graph`` of a module's parameters on ``arrays``; with ``backward`` its loss's gradient accumulates."""
+
+    graph: str
+    arrays: dict[str, Array]
+    backward: bool
+
+
+class Rollout(msgspec.Struct, frozen=True, tag="rollout"):
+    """Let a policy act in environments; the trajectories accumulate, as gradients do, until an UpdatePolicy."""
+
+    graph: str
+    spec: RolloutSpec
+
+
+class UpdatePolicy(msgspec.Struct, frozen=True, tag="update_policy"):
+    """A step: PPO on the trajectories that have accumulated, made in ``env``. ``seed`` draws the minibatches."""
+
+    graph: str
+    env: EnvSpec
+    config: PPOConfig
+    seed: int
+
+
+class Evaluate(msgspec.Struct, frozen=True, tag="evaluate"):
+    """Whole episodes of a policy as it is; nothing accumulates. ``deterministic``: the most likely action.
+
+    ``normalise_observations`` and ``clip_observation`` as in RolloutSpec.
+    """
+
+    graph: str
+    env: EnvSpec
+    episodes: int
+    seed: int
+    deterministic: bool = True
+    normalise_observations: bool = False
+    clip_observation: float = 10.0
+
+
+MODULE = "module:"
+"""What the base of a run that trains a module starts with; its forward graph's digest follows."""
+
+
+def module_base(graph: str) -> str:
+    """The base of a run that trains the module whose forward graph this is."""
+    return MODULE + graph
+
+
+ModuleOp = CreateModule | ApplyGraph | Rollout | UpdatePolicy | Evaluate
+TrainingOp = CreateModel | ForwardBackward | OptimStep | SaveWeights | SaveForSampling | LoadWeights
+OpBody = CreateLoss | Sample | TrainingOp | ModuleOp
 OpKind = Literal[
+    "create_loss",
     "create_model",
     "forward_backward",
     "optim_step",
@@ -143,6 +245,11 @@ OpKind = Literal[
     "save_for_sampling",
     "load_weights",
     "sample",
+    "create_module",
+    "apply_graph",
+    "rollout",
+    "update_policy",
+    "evaluate",
 ]
 
 _decoder = msgspec.msgpack.Decoder(OpBody)

@@ -49,3 +49,12 @@ class ForwardBackwardResult(msgspec.Struct, frozen=True):
     metrics: dict[str, float]
     weights: str | None = None
     version: int | None = None
+
+
+class GraphResult(msgspec.Struct, frozen=True):
+    """What a graph of a module's parameters gave: its outputs by name, and its scalars (``loss``, metrics)."""
+
+    outputs: dict[str, Array]
+    metrics: dict[str, float]
+    weights: str | None = None
+    version: int | None = None

@@ -77,6 +77,10 @@ class Arrays:
         tensors, metadata = tensorfile.load(path(digest), self._device)
         return Stored(tensors, Origin.of(metadata))
 
+    def document(self, digest: str) -> bytes:
+        """The bytes of an object that is no tensors. Raises as ``get``."""
+        return self._store.verified_path(digest).read_bytes()
+
     def put(self, tensors: Tensors, origin: Origin | None = None) -> str:
         """Write an object; returns its digest.
 

@@ -10,40 +10,58 @@ from itertools import accumulate, pairwise
 from typing import TypeVar
 
 import msgspec
+import torch
 
 from gradserve.compute.catalog import ModelUnusable
-from gradserve.compute.engine import full
+from gradserve.compute.engine import full, staged
 from gradserve.compute.engine.arrays import Arrays
 from gradserve.compute.engine.base import Bases
 from gradserve.compute.engine.drafts import Draft
+from gradserve.compute.engine.graph_store import BoundedGraph, GraphStore
 from gradserve.compute.engine.lora import Tensors, init_adapter
 from gradserve.compute.engine.memory import is_out_of_memory, peak_rss_bytes
 from gradserve.compute.engine.memory_plan import Dimensions, TooLarge, choose
-from gradserve.compute.engine.optim import adamw_step, adamw_step_in_place, fold, moments_like
+from gradserve.compute.engine.modules import MODULE, Modules
+from gradserve.compute.engine.objectives import Cotangents, GraphLoss, Objective
+from gradserve.compute.engine.optim import adamw_step_in_place, fold, moments_like, optimizer_step
 from gradserve.compute.engine.origin import Origin, WrongOrigin, common, require
 from gradserve.compute.engine.parameters import is_full
-from gradserve.compute.engine.train import Computed, Job, forward_backward, outline, prepare
+from gradserve.compute.engine.train import (
+    Computed,
+    Job,
+    check_loss,
+    forward_backward,
+    outline,
+    prepare,
+    prepare_for,
+    rows_of,
+    score_job,
+)
 from gradserve.compute.objects import ObjectCorrupt
 from gradserve.compute.tasks import (
+    CheckTask,
     Digest,
     Done,
     Failed,
     FailureKind,
     GradTask,
     InitTask,
+    LossTask,
+    ModuleTask,
     OptimTask,
     Outcome,
     ReduceTask,
+    ScoreTask,
     Usage,
 )
 from gradserve.wire.errors import Invalid, UserError
-from gradserve.wire.ops import AdamParams
+from gradserve.wire.ops import AdamParams, graph_of
 from gradserve.wire.results import ForwardBackwardResult
 
 _Step = tuple[dict[str, Digest], dict[str, float]]
 """Objects and metrics of an optimizer step."""
 
-TrainingTask = InitTask | GradTask | ReduceTask | OptimTask
+TrainingTask = InitTask | GradTask | ScoreTask | LossTask | CheckTask | ReduceTask | OptimTask | ModuleTask
 
 
 class Engine:
@@ -62,6 +80,8 @@ class Engine:
     ) -> None:
         self._bases = bases
         self._arrays = arrays
+        self._graphs = GraphStore(arrays)
+        self._modules = Modules(arrays, self._graphs)
         self._memory_bytes = memory_bytes
         self._between = between
 
@@ -90,8 +110,19 @@ class Engine:
         return [outcome for outcome in (outcomes[task.id] for task in tasks) if not isinstance(outcome, Job)]
 
     def _prepare(self, task: GradTask) -> Job:
-        weights = self._arrays.get(task.weights)
-        return prepare(self._bases.get(task.base), weights, task.rows, task.loss, task.config)
+        base, weights = self._bases.get(task.base), self._arrays.get(task.weights)
+        objective = self._objective(task, base.device)
+        if objective is not None:
+            return prepare_for(base, weights, task.rows, objective)
+        return prepare(base, weights, task.rows, task.loss, task.config)
+
+    def _objective(self, task: GradTask, device: torch.device) -> Objective | None:
+        """What a Task with something else than a public loss differentiates."""
+        if task.cotangents is not None:
+            given = self._arrays.read(task.cotangents)
+            require(given.origin, task.weights, f"cotangents {task.cotangents}")
+            return Cotangents(staged.of_part(given.tensors, task.part))
+        return None if graph_of(task.loss) is None else GraphLoss(self._graph(task.loss), task.rows, device)
 
     def _pass(self, tasks: list[GradTask], jobs: list[Job], started: int) -> dict[str, Outcome]:
         try:
@@ -116,6 +147,8 @@ class Engine:
             raise found
         result, gradient = found
         result = msgspec.structs.replace(result, weights=task.weights)
+        if task.cotangents is not None:
+            result = ForwardBackwardResult([], {}, task.weights)
         if gradient is None:
             return result, {}
         return result, {"gradient": self._arrays.put(gradient, Origin(task.weights, task.base))}
@@ -126,10 +159,18 @@ class Engine:
                 return self._init(task, started)
             case GradTask():
                 return self._full_grad(task, started)
+            case ScoreTask():
+                return self._score(task, started)
+            case LossTask():
+                return self._loss(task, started)
+            case CheckTask():
+                return self._check(task, started)
             case ReduceTask():
                 return self._reduce(task, started)
             case OptimTask():
                 return self._optim(task, started)
+            case _:
+                return self._modules.run(task, started)
 
     def _init(self, task: InitTask, started: int) -> Done:
         base = self._bases.get(task.base)
@@ -145,16 +186,48 @@ class Engine:
         base, weights = self._bases.get(task.base), self._arrays.get(task.weights)
         if not is_full(weights):
             raise ValueError(f"{task.weights} is an adapter, and pass_rows are for all parameters of a base")
+        graph = None if graph_of(task.loss) is None else self._graph(task.loss)
         pauses = _Pauses(self._between)
         objects = {}
         if task.backward:
             with self._arrays.draft(weights, Origin(task.weights, task.base)) as draft:
-                rows = full.forward_backward(base, weights, task, draft.tensors, pauses.take)
+                rows = full.forward_backward(base, weights, task, graph, draft.tensors, pauses.take)
                 objects["gradient"] = self._arrays.commit(draft)
         else:
-            rows = full.forward(base, weights, task, pauses.take)
+            rows = full.forward(base, weights, task, graph, pauses.take)
         rows = msgspec.structs.replace(rows, weights=task.weights)
         return _done(task, rows, objects, _elapsed_us(started + pauses.total_ns))
+
+    def _score(self, task: ScoreTask, started: int) -> Done:
+        base, weights = self._bases.get(task.base), self._arrays.get(task.weights)
+        objective = GraphLoss(self._graph(task.loss), task.rows, base.device)
+        job = prepare_for(base, weights, task.rows, objective)
+        plan = choose(Dimensions.of(base.config), outline([job], False), self._memory_bytes)
+        found = score_job(base, job, plan)
+        made = self._arrays.put(found.named(), Origin(task.weights, task.base))
+        rows = ForwardBackwardResult(rows_of(job.packed, found.logprobs), {}, task.weights)
+        return Done(task.id, _usage(started), {"scores": made}, rows)
+
+    def _loss(self, task: LossTask, started: int) -> Done:
+        parts = [self._arrays.read(digest) for digest in task.scores]
+        for digest, part in zip(task.scores, parts, strict=True):
+            require(part.origin, task.weights, f"scores {digest}")
+        tensors = [part.tensors for part in parts]
+        found, metrics = staged.cotangents(self._graph(task.loss), task.rows, tensors, task.part_rows)
+        check_loss(metrics)
+        made = self._arrays.put(staged.numbered(found), Origin(task.weights, task.base))
+        rows = ForwardBackwardResult([], metrics, task.weights)
+        return Done(task.id, _usage(started), {"cotangents": made}, rows)
+
+    def _graph(self, loss: str) -> BoundedGraph:
+        digest = graph_of(loss)
+        if digest is None:
+            raise ValueError(f"{loss} is no graph")
+        return self._graphs.get(digest)
+
+    def _check(self, task: CheckTask, started: int) -> Done:
+        self._graphs.get(task.graph).try_out()
+        return Done(task.id, _usage(started))
 
     def _reduce(self, task: ReduceTask, started: int) -> Done:
         gradients = [self._arrays.read(digest) for digest in task.gradients]
@@ -171,12 +244,17 @@ class Engine:
         if moments is not None and moments.origin is not None:
             require(moments.origin, task.weights, f"moments {task.moments}")
         old, total = self._arrays.get(task.weights), fold(gradient.tensors for gradient in gradients)
-        step = self._full_step if is_full(old) else self._adapter_step
-        objects, metrics = step(old, None if moments is None else moments.tensors, total, task.adam)
+        known = None if moments is None else moments.tensors
+        of_module = any(gradient.origin is not None and gradient.origin.base == MODULE for gradient in gradients)
+        if is_full(old) and not of_module:
+            objects, metrics = self._full_step(old, known, total, _plain_adamw(task))
+        else:
+            objects, metrics = self._step(old, known, total, task)
         return Done(task.id, _usage(started), objects, metrics=metrics)
 
-    def _adapter_step(self, old: Tensors, moments: Tensors | None, gradient: Tensors, adam: AdamParams) -> _Step:
-        weights, moments, metrics = adamw_step(old, moments, gradient, adam)
+    def _step(self, old: Tensors, moments: Tensors | None, gradient: Tensors, task: OptimTask) -> _Step:
+        rule = task.adam if task.sgd is None else task.sgd
+        weights, moments, metrics = optimizer_step(old, moments, gradient, rule, task.coupled_decay)
         made = self._arrays.put(weights)
         return {"weights": made, "moments": self._arrays.put(moments, Origin(made))}, metrics
 
@@ -192,6 +270,12 @@ class Engine:
         if moments is None:
             return self._arrays.draft(moments_like(weights), not_yet_known)
         return self._arrays.copy(moments, not_yet_known)
+
+
+def _plain_adamw(task: OptimTask) -> AdamParams:
+    if task.sgd is not None or task.coupled_decay:
+        raise Invalid("optimizer", "all parameters of a language model are trained by AdamW alone.", field="optimizer")
+    return task.adam
 
 
 class _Pauses:

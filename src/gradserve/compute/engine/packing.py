@@ -48,6 +48,11 @@ def pack(rows: list[Row], device: torch.device) -> Packed:
     )
 
 
+def bare(rows: list[Row]) -> list[Row]:
+    """The rows with their targets alone."""
+    return [Row(row.tokens, {"target_tokens": row.inputs["target_tokens"]}) for row in rows]
+
+
 def _pack_inputs(rows: list[Row], width: int, device: torch.device) -> dict[str, Tensor]:
     """float32 [N, K] by name. An input that only some rows have is a mistake, except weights, which are then ones."""
     names = {name for row in rows for name in row.inputs} - {"target_tokens"}

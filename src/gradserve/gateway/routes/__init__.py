@@ -9,6 +9,7 @@ from gradserve.gateway.routes import (
     futures,
     imports,
     ledger,
+    losses,
     models,
     runs,
     sampling,
@@ -33,6 +34,7 @@ ROUTES: list[Api] = [
     *files.ROUTES,
     *imports.ROUTES,
     *ledger.ROUTES,
+    *losses.ROUTES,
     *versions.ROUTES,
     *unserved.ROUTES,
 ]

@@ -37,7 +37,7 @@ async def client_config(call: Call) -> Response:
             "fwdbwd_max_chunk_bytes_count": min(_CHUNK_BYTES, call.gateway.settings.max_body_bytes // 2),
             "sample_join_sampling_session": True,
             "sample_use_retrieve_futures": False,
-            "custom_loss_server_side": False,
+            "custom_loss_server_side": True,
         }
     )
 

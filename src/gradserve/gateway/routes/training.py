@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from starlette.responses import Response
 
@@ -10,6 +11,7 @@ from gradserve.compute.catalog import BaseFacts
 from gradserve.gateway.bodies import OptimStepBody
 from gradserve.gateway.call import Api, Call, Gateway
 from gradserve.gateway.errors import TooLarge
+from gradserve.gateway.graphs import keep, kept, loss_from_text
 from gradserve.gateway.submit import (
     accept,
     consume,
@@ -18,11 +20,13 @@ from gradserve.gateway.submit import (
     open_run,
     submit_to_run,
 )
+from gradserve.gateway.validate.graph_inputs import graph_body
 from gradserve.gateway.validate.models import adam_params, known_model, only_adamw, sequence
 from gradserve.gateway.validate.training import training_body
 from gradserve.store.base import Run
 from gradserve.wire.codec import TrainingRequest, decode_forward_backward, peek_identity
-from gradserve.wire.errors import UserError
+from gradserve.wire.errors import Invalid, UserError
+from gradserve.wire.graph import Graph
 from gradserve.wire.losses import LOSSES
 from gradserve.wire.ops import ForwardBackward, OpBody, OptimStep
 
@@ -37,7 +41,7 @@ async def forward_backward(call: Call) -> Response:
         seq = sequence(request.seq_id, "seq_id", 1)
         run = await open_run(call, request.model_id)
         facts = known_model(call.gateway.catalog, run.base, "model_id")
-        body = await _checked(request, facts, call.gateway.settings.max_body_bytes, size)
+        body = await _checked(call, request, facts, size)
     except UserError as error:
         await consume(call, request.model_id, request.seq_id, "forward_backward", error)
         raise
@@ -59,16 +63,35 @@ async def _read(call: Call) -> tuple[TrainingRequest, int]:
         raise
 
 
-async def _checked(request: TrainingRequest, facts: BaseFacts, max_dense: int, size: int) -> ForwardBackward:
+async def _checked(call: Call, request: TrainingRequest, facts: BaseFacts, size: int) -> ForwardBackward:
     """Large batches are checked beside the event loop, so that others' polls go on."""
-    if size > _THREAD_ABOVE_BYTES:
-        return await asyncio.to_thread(training_body, request, facts, max_dense)
-    return training_body(request, facts, max_dense)
+    check = partial(training_body, request, facts, call.gateway.settings.max_body_bytes)
+    if (found := await _graph(call, request)) is not None:
+        check = partial(graph_body, request, facts, call.gateway.settings.max_body_bytes, *found)
+    return await asyncio.to_thread(check) if size > _THREAD_ABOVE_BYTES else check()
+
+
+async def _graph(call: Call, request: TrainingRequest) -> tuple[Graph, str] | None:
+    """The loss's graph and digest: sent along as the loss's name, or kept before and named by its id."""
+    if request.loss == "custom":
+        digest = request.config.get("loss_id")
+        if not isinstance(digest, str):
+            raise Invalid(
+                "loss.id",
+                "loss_fn is custom, and loss_fn_config.loss_id does not say which.",
+                field="loss_fn_config.loss_id",
+                fix="Send what ServiceClient.create_custom_loss returned.",
+            )
+        return await kept(call, digest, "loss_fn_config.loss_id"), digest
+    if not request.loss.startswith("{"):
+        return None
+    graph = loss_from_text(request.loss)
+    return graph, await keep(call, graph)
 
 
 def _tell_note(gateway: Gateway, run_id: str, loss: str, response: Response) -> None:
     """Give the loss's note to the client, which logs this header as a warning; once per run, not at every step."""
-    note = LOSSES[loss].note
+    note = LOSSES[loss].note if loss in LOSSES else ""
     if not note or run_id in gateway.told:
         return
     if len(gateway.told) >= _MAX_TOLD:

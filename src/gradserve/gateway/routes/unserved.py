@@ -26,14 +26,6 @@ def _refusal(what: str, fix: str | None = None) -> Handler:
 ROUTES = [
     Api("POST", "/auth/token", _refusal("Token exchange is", "Use the API key itself.")),
     Api("DELETE", "/auth/apikey/me", _refusal("Revoking a key is", "Remove it from the server's settings.")),
-    Api(
-        "POST",
-        "/create_custom_loss",
-        _refusal(
-            "Losses that run on the server are",
-            "forward_backward_custom with a Python function works: the client runs it.",
-        ),
-    ),
     Api("POST", "/retrieve_futures", _refusal("Waiting for many futures is", "Use retrieve_future.")),
     Api("POST", "/copy_weights", _refusal("Copying checkpoints is", "load_weights takes any visible path.")),
     Api("PUT", "/sessions/{session_id}/project", _refusal("Moving sessions between projects is")),

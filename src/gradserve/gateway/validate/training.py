@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from gradserve.compute.catalog import BaseFacts
 from gradserve.wire.codec import TrainingRequest
 from gradserve.wire.data import Array, Row
-from gradserve.wire.errors import Invalid, Unsupported
+from gradserve.wire.errors import Invalid
 from gradserve.wire.losses import IGNORED_INPUTS, LOSSES, LossSpec
 from gradserve.wire.ops import ForwardBackward
 
@@ -22,13 +22,13 @@ TARGETS = "target_tokens"
 
 
 def training_body(request: TrainingRequest, facts: BaseFacts, max_dense_bytes: int) -> ForwardBackward:
-    """The Op of a training request. Raises Invalid or Unsupported naming ``data[i]`` and the field."""
+    """The Op of a request with a public loss. Raises Invalid or Unsupported naming ``data[i]`` and the field."""
     spec = _loss(request.loss)
     config = _config(spec, request.config)
     if not request.message.data:
         raise Invalid("data.empty", "data has no rows.", field="data", fix="Send at least one.")
     rows = [_only_known(spec, i, row) for i, row in enumerate(request.rows(max_dense_bytes))]
-    _check_tokens(rows, facts)
+    check_tokens(rows, facts)
     for name in (*spec.required, *spec.optional):
         _check_shapes(name, spec, rows, facts)
         _check_values(name, rows, facts)
@@ -39,18 +39,11 @@ def _loss(name: str) -> LossSpec:
     spec = LOSSES.get(name)
     if spec is not None:
         return spec
-    if name == "custom":
-        raise Unsupported(
-            "unsupported.custom_loss",
-            "Losses that run on the server are not served.",
-            field="loss_fn",
-            fix="forward_backward_custom with a Python function works: the client runs it.",
-        )
     raise Invalid(
         "loss.unknown",
-        f"loss_fn is {name!r}.",
+        f"loss_fn is {name[:100]!r}.",
         field="loss_fn",
-        fix=f"Known losses: {', '.join(LOSSES)}.",
+        fix=f"Known losses: {', '.join(LOSSES)}; gradserve.loss(fn) makes one of a Python function.",
     )
 
 
@@ -80,7 +73,8 @@ def _config(spec: LossSpec, given: dict[str, float | str]) -> dict[str, float]:
     return config
 
 
-def _where(index: int, name: str) -> str:
+def where(index: int, name: str) -> str:
+    """How an input of a row is named to the client."""
     return f"data[{index}].loss_fn_inputs.{name}"
 
 
@@ -90,8 +84,8 @@ def _only_known(spec: LossSpec, index: int, row: Row) -> Row:
         if name not in row.inputs:
             raise Invalid(
                 "input.missing",
-                f"{spec.name} needs {_where(index, name)}.",
-                field=_where(index, name),
+                f"{spec.name} needs {where(index, name)}.",
+                field=where(index, name),
                 index=index,
             )
     allowed = {*spec.required, *spec.optional}
@@ -100,8 +94,8 @@ def _only_known(spec: LossSpec, index: int, row: Row) -> Row:
         name = min(unknown)
         raise Invalid(
             "input.unknown",
-            f"{spec.name} does not take {_where(index, name)}.",
-            field=_where(index, name),
+            f"{spec.name} does not take {where(index, name)}.",
+            field=where(index, name),
             index=index,
             fix=f"It takes {', '.join((*spec.required, *spec.optional))}.",
         )
@@ -110,7 +104,15 @@ def _only_known(spec: LossSpec, index: int, row: Row) -> Row:
     return Row(row.tokens, {name: array for name, array in row.inputs.items() if name in allowed})
 
 
-def _check_tokens(rows: list[Row], facts: BaseFacts) -> None:
+def check_targets(rows: list[Row], facts: BaseFacts, wide: bool) -> None:
+    """Raises Invalid unless every row has as many targets as tokens, all in the vocabulary; ``wide`` allows [N, K]."""
+    spec = LossSpec("this loss", (TARGETS,), wide=wide)
+    _check_shapes(TARGETS, spec, rows, facts)
+    _check_values(TARGETS, rows, facts)
+
+
+def check_tokens(rows: list[Row], facts: BaseFacts) -> None:
+    """Raises Invalid for an empty row, one that is longer than the context, and ids outside the vocabulary."""
     for index, row in enumerate(rows):
         where = f"data[{index}].model_input"
         if row.length == 0:
@@ -140,16 +142,16 @@ def _check_shapes(name: str, spec: LossSpec, rows: list[Row], facts: BaseFacts) 
             allowed = f"[{n}] or [{n}, K]" if spec.wide else f"[{n}]"
             raise Invalid(
                 "input.shape",
-                f"{_where(index, name)} has shape {list(shape)}; the row has {n} tokens, so it must be {allowed}.",
-                field=_where(index, name),
+                f"{where(index, name)} has shape {list(shape)}; the row has {n} tokens, so it must be {allowed}.",
+                field=where(index, name),
                 index=index,
             )
         if spec.wide and shape != row.inputs[TARGETS].shape:
             raise Invalid(
                 "input.shape",
-                f"{_where(index, name)} has shape {list(shape)}, but target_tokens has "
+                f"{where(index, name)} has shape {list(shape)}, but target_tokens has "
                 f"{list(row.inputs[TARGETS].shape)}.",
-                field=_where(index, name),
+                field=where(index, name),
                 index=index,
             )
 
@@ -167,8 +169,8 @@ def _check_values(name: str, rows: list[Row], facts: BaseFacts) -> None:
         if array.dtype != wanted:
             raise Invalid(
                 "input.dtype",
-                f"{_where(index, name)} is {array.dtype}; it must be {wanted}.",
-                field=_where(index, name),
+                f"{where(index, name)} is {array.dtype}; it must be {wanted}.",
+                field=where(index, name),
                 index=index,
             )
         indices.append(index)
@@ -179,14 +181,14 @@ def _check_values(name: str, rows: list[Row], facts: BaseFacts) -> None:
         bad = (values < 0) | (values >= facts.vocab_size)
         if bad.any():
             at, value = _locate(bad, values, sizes)
-            _out_of_vocabulary(indices[at], _where(indices[at], name), value, facts)
+            _out_of_vocabulary(indices[at], where(indices[at], name), value, facts)
     elif not np.isfinite(values).all():
         at, value = _locate(~np.isfinite(values), values, sizes)
         index = indices[at]
         raise Invalid(
             "input.not_finite",
-            f"{_where(index, name)} contains {value}.",
-            field=_where(index, name),
+            f"{where(index, name)} contains {value}.",
+            field=where(index, name),
             index=index,
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from gradserve.store.tables import checkpoints, op_bodies, ops, runs, sampling_sessions, sessions, versions
+from gradserve.store.tables import checkpoints, graphs, op_bodies, ops, runs, sampling_sessions, sessions, versions
 from gradserve.wire.ops import Sample, decode_body
 
 
@@ -31,6 +31,7 @@ _NAMED = sa.union(
     sa.select(checkpoints.c.client_state),
     sa.select(versions.c.weights),
     sa.select(versions.c.moments),
+    sa.select(graphs.c.digest),
 )
 _GRADIENTS = sa.select(runs.c.gradients).where(_USABLE_RUN)
 _WAITING_SAMPLES = (

@@ -63,6 +63,7 @@ def add_some(
             ledger.c.prefill_tokens,
             ledger.c.cached_tokens,
             ledger.c.sample_tokens,
+            ledger.c.env_steps,
             ledger.c.compute_ms,
             ledger.c.amount_usd,
         )
@@ -85,5 +86,6 @@ def add_some(
         sample_tokens=total.sample_tokens + sum(row.sample_tokens for row in rows),
         compute_ms=compute_ms,
         amount_usd=amount_usd,
+        env_steps=total.env_steps + sum(row.env_steps for row in rows),
     )
     return Sum(rows[-1].n, summed), len(rows) < _CHUNK

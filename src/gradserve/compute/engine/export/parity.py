@@ -56,7 +56,7 @@ def by_engine(source: Source, prompts: list[list[int]]) -> Logprobs:
 def _forward(base: Base, weights: Tensors, rows: list[Row]) -> ForwardBackwardResult:
     if is_full(weights):
         task = GradTask("parity", base.name, "", rows, "cross_entropy", {}, backward=False)
-        return full.forward(base, weights, task, between=lambda: None)
+        return full.forward(base, weights, task, None, between=lambda: None)
     _check_fits(base, Adapter.of(weights))
     return score(base, weights, rows)
 
