@@ -1,0 +1,15 @@
+"""Graphs (wire/graph.py) that run: losses and policies of users, as data.
+
+    operators   names -> torch operators, from the allow-list only
+    python      arithmetic on sizes and numbers, guarded
+    executable  a graph, resolved once and run many times, differentiable
+    cost        shapes, bytes and FLOPs of a graph by a dry run on fake tensors, against limits
+
+Invariant: nothing a graph says is ever looked up outside the allow-list, and nothing it computes is larger than was
+measured before.
+"""
+
+from gradserve.compute.engine.graphs.cost import Cost, Limits, NodeCost, measure
+from gradserve.compute.engine.graphs.executable import Executable
+
+__all__ = ["Cost", "Executable", "Limits", "NodeCost", "measure"]
