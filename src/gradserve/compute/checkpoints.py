@@ -6,6 +6,9 @@
 or, of a run that trains all parameters,
     model.safetensors              every parameter under its Hugging Face name
     config.json, tokenizer...      the base's own, for transformers' from_pretrained
+or, of a module,
+    model.safetensors              its parameters and buffers under its own names
+    forward.graph.json             its forward pass (docs/reference/graph-ir.md)
 and of training checkpoints
     optimizer.safetensors          AdamW moments
 and, once it was downloaded, of external weights that were saved with age recipients
@@ -23,7 +26,7 @@ from pathlib import Path
 from gradserve.compute.catalog import Catalog, ModelUnusable
 from gradserve.compute.files import copy_whole, naming_full_disk
 from gradserve.compute.objects import ObjectStore
-from gradserve.wire.ops import LORA_ALPHA, LoraConfig
+from gradserve.wire.ops import LORA_ALPHA, LoraConfig, module_graph
 
 CHECKPOINTS = "checkpoints"
 """The tree's name in the data directory."""
@@ -31,6 +34,8 @@ CHECKPOINTS = "checkpoints"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 UNEMBED = ("lm_head",)
+
+GRAPH_FILE = "forward.graph.json"
 
 _SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 _OF_THE_WEIGHTS = ("config.json", "*.index.json")
@@ -75,8 +80,11 @@ def weights_file(lora: LoraConfig | None) -> str:
     return "model.safetensors" if lora is None else "adapter_model.safetensors"
 
 
-def small_files(base: str, lora: LoraConfig | None, catalog: Catalog) -> dict[str, bytes]:
+def small_files(base: str, lora: LoraConfig | None, catalog: Catalog, objects: ObjectStore) -> dict[str, bytes]:
     """The files beside the weights, by name. Raises ModelUnusable when the base's own are needed and not offered."""
+    graph = module_graph(base)
+    if graph is not None:
+        return {GRAPH_FILE: objects.verified_path(graph).read_bytes()}
     if lora is not None:
         return {"adapter_config.json": pretty(adapter_config(base, lora))}
     facts = catalog.get(base)
@@ -131,7 +139,7 @@ class CheckpointFolders:
     def _fill(self, folder: Path, base: str, lora: LoraConfig | None, weights: str, moments: str | None) -> None:
         shutil.rmtree(folder, ignore_errors=True)  # of a writer that was killed
         folder.mkdir(parents=True)
-        for file, content in small_files(base, lora, self._catalog).items():
+        for file, content in small_files(base, lora, self._catalog, self._objects).items():
             (folder / file).write_bytes(content)
         _link_or_copy(self._objects.persist(weights), folder / weights_file(lora))
         if moments is not None:

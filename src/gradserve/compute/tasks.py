@@ -179,7 +179,7 @@ class RolloutTask(msgspec.Struct, frozen=True, tag="rollout"):
 
 
 class UpdateTask(msgspec.Struct, frozen=True, tag="update"):
-    """PPO on trajectories that this policy made in ``env`` -> ``weights``, ``moments`` (with the environments' states)."""
+    """PPO on trajectories that this policy made in ``env`` -> ``weights``, ``moments`` (the environments' states too)."""
 
     id: str
     graph: Digest

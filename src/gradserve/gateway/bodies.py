@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from gradserve.wire.ops import AdamParams
+from gradserve.wire.control import EnvSpec, PPOConfig, RolloutSpec
+from gradserve.wire.data import Array
+from gradserve.wire.ops import AdamParams, SgdParams
 
 
 class Lenient(msgspec.Struct, frozen=True):
@@ -289,6 +291,76 @@ class CreateCustomLossBody(Strict, frozen=True, kw_only=True):
     name: str
     inputs: list[dict[str, Any]]
     graph: dict[str, Any]
+
+
+class CreateModuleBody(Strict, frozen=True, kw_only=True):
+    """POST gradserve/modules, msgpack. ``graph`` is the forward graph's text, ``weights`` a safetensors file."""
+
+    session_id: str
+    model_seq_id: int
+    graph: str
+    weights: bytes
+    user_metadata: dict[str, Any] | None = None
+
+
+class GraphBody(Strict, frozen=True, kw_only=True):
+    """POST gradserve/graphs. ``graph`` is a graph's text."""
+
+    graph: str
+
+
+class ApplyBody(Strict, frozen=True, kw_only=True):
+    """POST gradserve/apply, msgpack. ``graph`` is a kept graph's hash; ``arrays`` are its inputs."""
+
+    model_id: str
+    seq_id: int
+    graph: str
+    arrays: dict[str, Array]
+    backward: bool = False
+
+
+class StepBody(Strict, frozen=True, kw_only=True):
+    """POST gradserve/optim_step: AdamW by ``adam``, Adam with ``coupled_decay`` as well, or SGD by ``sgd``."""
+
+    model_id: str
+    seq_id: int
+    adam: AdamParams | None = None
+    coupled_decay: bool = False
+    sgd: SgdParams | None = None
+
+
+class RolloutBody(Strict, frozen=True, kw_only=True):
+    """POST gradserve/rollout. ``graph`` is the policy's hash."""
+
+    model_id: str
+    seq_id: int
+    graph: str
+    spec: RolloutSpec
+
+
+class UpdateBody(Strict, frozen=True, kw_only=True):
+    """POST gradserve/update. ``env`` is the one that the trajectories were made in."""
+
+    model_id: str
+    seq_id: int
+    graph: str
+    env: EnvSpec
+    config: PPOConfig
+    seed: int | None = None
+
+
+class EvaluateBody(Strict, frozen=True, kw_only=True):
+    """POST gradserve/evaluate."""
+
+    model_id: str
+    seq_id: int
+    graph: str
+    env: EnvSpec
+    episodes: int
+    seed: int | None = None
+    deterministic: bool = True
+    normalise_observations: bool = False
+    clip_observation: float = 10.0
 
 
 class TtlBody(Lenient, frozen=True):

@@ -139,6 +139,16 @@ def decode_json(body: bytes, kind: type[T]) -> T:
         raise Invalid("body.malformed", f"The body is not JSON ({error}).") from error
 
 
+def decode_msgpack(body: bytes, kind: type[T]) -> T:
+    """msgpack as ``kind``. Raises Invalid with the path of the field that does not fit."""
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _validation_problem(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Invalid("body.malformed", f"The body is not msgpack ({error}).") from error
+
+
 def _validation_problem(message: str) -> Invalid:
     """msgspec says ``what - at `$.a.b[...]` ``; both halves go to where a client looks for them."""
     what, _, where = message.partition(" - at `$")

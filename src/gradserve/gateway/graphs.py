@@ -26,6 +26,7 @@ async def keep(call: Call, graph: Graph) -> str:
     if await call.store.get_graph(call.tenant, digest) is None:
         await asyncio.to_thread(_put, call, text)
         await call.gateway.wakeups.ask(CheckGraph(digest))
+        await asyncio.to_thread(_put, call, text)  # the check may have waited longer than the janitor does
         await call.store.put_graph(StoredGraph(call.tenant, digest, graph.name, len(text), time.time()))
     call.gateway.graphs.put(call.tenant, digest, graph)
     return digest

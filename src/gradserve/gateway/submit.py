@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -166,18 +166,23 @@ async def is_replay(call: Call, scope: str, seq: int) -> bool:
 
 
 async def submit_to_run(
-    call: Call, kind: OpKind, body_type: type[R], build: Callable[[Call, Run, R], Awaitable[OpBody]]
+    call: Call,
+    kind: OpKind,
+    body_type: type[R],
+    build: Callable[[Call, Run, R], Awaitable[OpBody]],
+    decode: Callable[[bytes, type], Any] = decode_json,
 ) -> Response:
-    """The life of a JSON training request: read, find the run, check by ``build``, write. Refusals consume the seq."""
+    """The life of a training request: read, find the run, check by ``build``, write. Refusals consume the seq."""
     raw = await call.body()
     try:
-        request = decode_json(raw, body_type)
+        request: R = decode(raw, body_type)
         seq = sequence(request.seq_id, "seq_id", 1)
         run = await open_run(call, request.model_id)
         body = await build(call, run, request)
     except UserError as error:
         with suppress(msgspec.MsgspecError, UnicodeDecodeError):
-            identity = msgspec.json.decode(raw, type=Identity)
+            read = msgspec.json.decode if decode is decode_json else msgspec.msgpack.decode
+            identity = read(raw, type=Identity)
             await consume(call, identity.model_id, identity.seq_id, kind, error)
         raise
     op = await accept(call, make_op(call, run.id, seq, run.session_id, run.id, body))

@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from gradserve.wire.errors import Problem
-from gradserve.wire.ops import LoraConfig, OpKind
+from gradserve.wire.ops import LoraConfig, OpKind, module_graph
 
 AGE_RECIPIENTS = "gradserve.age_recipients"
 """In the user metadata of external weights, which no request sets: the store, not a folder, must know that a file may
@@ -66,6 +66,11 @@ class Run(msgspec.Struct, frozen=True):
     corrupted: bool = False
     parent: str | None = None
     client_state: str | None = None
+
+    @property
+    def graph(self) -> str | None:
+        """Of a run that trains a module: the digest of its forward graph."""
+        return module_graph(self.base)
 
 
 class SamplingSession(msgspec.Struct, frozen=True):

@@ -233,6 +233,11 @@ def module_base(graph: str) -> str:
     return MODULE + graph
 
 
+def module_graph(base: str) -> str | None:
+    """The digest of the forward graph of a module that is a run's base; None for a language model."""
+    return base.removeprefix(MODULE) if base.startswith(MODULE) else None
+
+
 ModuleOp = CreateModule | ApplyGraph | Rollout | UpdatePolicy | Evaluate
 TrainingOp = CreateModel | ForwardBackward | OptimStep | SaveWeights | SaveForSampling | LoadWeights
 OpBody = CreateLoss | Sample | TrainingOp | ModuleOp

@@ -46,7 +46,7 @@ def optimizer_step(
     """New weights, new moments and metrics; nothing given is changed. No gradient at all counts as zeros.
 
     What has no gradient while others do (a module's buffers) stays as it is. Of Adam's kinds moments hold
-    ``<param>.exp_avg``, ``<param>.exp_avg_sq`` and one scalar ``step``; of SGD ``<param>.momentum_buffer`` and ``step``.
+    ``<param>.exp_avg``, ``<param>.exp_avg_sq`` and one scalar ``step``; of SGD ``<param>.momentum_buffer``, ``step``.
     Other entries of ``moments`` are passed on. The clip is on the global norm of the whole sum. Raises Invalid when the
     step leaves a weight that is not finite, or ``moments`` are another optimizer's.
     """

@@ -86,7 +86,7 @@ def _no_file(name: str, checkpoint: Checkpoint) -> NotFound:
 
 def _small(call: Call, checkpoint: Checkpoint) -> dict[str, bytes]:
     try:
-        return small_files(checkpoint.base, checkpoint.lora, call.gateway.catalog)
+        return small_files(checkpoint.base, checkpoint.lora, call.gateway.catalog, call.gateway.objects)
     except ModelUnusable as error:
         raise NotFound("model.unknown", f"{checkpoint.path}: {error}.") from error
 

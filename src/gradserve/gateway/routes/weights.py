@@ -42,7 +42,7 @@ from gradserve.gateway.validate.models import (
 )
 from gradserve.store.base import Checkpoint, Run
 from gradserve.wire.errors import Invalid, Unsupported, UserError
-from gradserve.wire.ops import LoadWeights, LoraConfig, OpBody, SaveForSampling, SaveWeights
+from gradserve.wire.ops import LoadWeights, LoraConfig, OpBody, SaveForSampling, SaveWeights, module_graph
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 
@@ -195,7 +195,8 @@ async def _loadable(call: Call, request: LoadWeightsBody) -> Checkpoint:
     checkpoint = await call.store.get_checkpoint(call.tenant, path.run_id, path.kind, path.name)
     if checkpoint is None:
         raise unknown_checkpoint(request.path, "path")
-    known_model(call.gateway.catalog, checkpoint.base, "path")
+    if module_graph(checkpoint.base) is None:
+        known_model(call.gateway.catalog, checkpoint.base, "path")
     if request.optimizer and path.kind != "weights":
         raise Invalid(
             "load.optimizer",

@@ -12,7 +12,7 @@ import msgspec
 from gradserve.compute.catalog import BaseFacts, Catalog
 from gradserve.gateway.bodies import LoraBody
 from gradserve.wire.errors import Invalid, NotFound, Unsupported
-from gradserve.wire.ops import AdamParams, LoraConfig
+from gradserve.wire.ops import AdamParams, LoraConfig, SgdParams, module_graph
 
 MAX_SEQ = 2**63 - 1
 MIN_TTL_S = 3600
@@ -56,6 +56,13 @@ def unknown_checkpoint(path: str, field: str | None) -> NotFound:
 def known_model(catalog: Catalog, name: str, field: str = "base_model") -> BaseFacts:
     """The facts of a base model. Raises NotFound listing the ones offered."""
     facts = catalog.get(name)
+    if facts is None and module_graph(name) is not None:
+        raise Invalid(
+            "model.module",
+            "This run trains a module, not a language model.",
+            field=field,
+            fix="Modules are run by gradserve/apply, gradserve/rollout and their like (gradserve.ModuleClient).",
+        )
     if facts is None:
         raise NotFound(
             "model.unknown",
@@ -124,8 +131,10 @@ def only_adamw(config: dict[str, Any] | None, field: str) -> None:
         )
 
 
-def adam_params(adam: AdamParams | None) -> AdamParams:
-    """The parameters of a step. Raises Invalid."""
+def adam_params(adam: AdamParams | None, *, optional: bool = False) -> AdamParams:
+    """The parameters of a step; with ``optional`` the defaults when there are none. Raises Invalid."""
+    if adam is None and optional:
+        return AdamParams()
     if adam is None:
         raise Invalid("body.missing_field", "adam_params is missing.", field="adam_params")
     for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
@@ -137,6 +146,18 @@ def adam_params(adam: AdamParams | None) -> AdamParams:
         if not 0 <= value < 1:
             raise _bad_adam(name, value, "in [0, 1)")
     return adam
+
+
+def sgd_params(sgd: SgdParams) -> SgdParams:
+    """The parameters of a step by SGD. Raises Invalid."""
+    for name in ("learning_rate", "momentum", "dampening", "weight_decay", "grad_clip_norm"):
+        value = getattr(sgd, name)
+        if not math.isfinite(value) or value < 0:
+            field = f"sgd.{name}"
+            raise Invalid("optim.range", f"{field} is {value}; it must be a finite number, at least 0.", field=field)
+    if sgd.nesterov and (sgd.momentum == 0 or sgd.dampening != 0):
+        raise Invalid("optim.nesterov", "nesterov needs momentum, and no dampening.", field="sgd.nesterov")
+    return sgd
 
 
 def _bad_adam(name: str, value: float, bound: str) -> Invalid:
