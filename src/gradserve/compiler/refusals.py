@@ -25,7 +25,7 @@ class CaptureError(ValueError):
         self.reason = reason
         self.cure = cure
         self.place = place
-        super().__init__(" ".join(part for part in (place and f"{place}: ", reason, cure) if part))
+        super().__init__(" ".join(part for part in (place and f"{place}:", reason, cure) if part))
 
     @property
     def file(self) -> str | None:
@@ -110,6 +110,11 @@ BUFFER = Refusal(
     "The module changes its own buffers in the forward pass, as BatchNorm does in train mode.",
     "Call module.eval() first, or use LayerNorm or GroupNorm.",
 )
+SPARSE = Refusal("This asks for sparse gradients.", "Make the Embedding without sparse=True.")
+CLOSURE = Refusal(
+    "This uses a tensor that requires a gradient but is no input: its gradient would be lost.",
+    "Detach it, pass it as an input, or capture the module that owns it (capture_program).",
+)
 CONTROL = Refusal(
     "This calls a function that takes functions (cond, map, scan, autocast), which a graph can't hold.",
     "Use torch.where and operations on whole tensors.",
@@ -149,6 +154,8 @@ def place_of_error(trace: TracebackType | None) -> Place | None:
 
 
 def place_of_function(function: Callable[..., Any]) -> Place | None:
-    """Where a function was defined."""
+    """Where a function was defined, if the user wrote it."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return None if code is None else Place(code.co_filename, code.co_firstlineno)
+    if code is None or code.co_filename.startswith(_library_folders()):
+        return None
+    return Place(code.co_filename, code.co_firstlineno)

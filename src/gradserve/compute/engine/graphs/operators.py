@@ -1,4 +1,4 @@
-"""Names of operators in a graph -> what computes them. Only the allow-list's, and only those that return new tensors."""
+"""Names of operators in a graph -> what computes them: the allow-list's only, and only what returns new tensors."""
 
 from __future__ import annotations
 
