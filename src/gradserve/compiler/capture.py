@@ -120,7 +120,9 @@ def named_losses(result: Any, fn: Callable[..., Any]) -> dict[str, Any]:
             place,
         )
     if not isinstance(metrics, dict):
-        raise CaptureError(f"{name_of(fn)} must return its metrics as a dict, not {type(metrics).__name__}.", place=place)
+        raise CaptureError(
+            f"{name_of(fn)} must return its metrics as a dict, not {type(metrics).__name__}.", place=place
+        )
     return {"loss": total} | {f"metrics.{name}": _metric(name, value, fn) for name, value in metrics.items()}
 
 

@@ -104,7 +104,8 @@ SIZE_BRANCH = Refusal(
 )
 SIZE_FIXED = Refusal(
     "This works for one size of the batch or of the rows only, but sizes differ from request to request.",
-    "Use -1 or x.shape[i] for sizes; an input of fixed size is declared, e.g. inputs={'x': 'float32[token, 5]'}.",
+    "Use -1 or x.shape[i] for sizes; an input of fixed size is declared, e.g. inputs={'x': 'float32[token, 5]'}; "
+    "of a module's input, dimension 0 is the batch unless batch_dims names another.",
 )
 BUFFER = Refusal(
     "The module changes its own buffers in the forward pass, as BatchNorm does in train mode.",
@@ -127,7 +128,13 @@ def _library_folders() -> tuple[str, ...]:
     torch = find_spec("torch")
     assert torch is not None
     assert torch.origin is not None
-    return (str(Path(torch.origin).parent) + "/", str(Path(__file__).parent) + "/", "<frozen", "<eval_with_key")
+    return (
+        str(Path(torch.origin).parent) + "/",
+        str(Path(__file__).parent) + "/",
+        "<frozen",
+        "<eval_with_key",
+        "<string>",
+    )
 
 
 def is_users(frame: FrameType) -> bool:

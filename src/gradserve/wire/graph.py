@@ -40,7 +40,7 @@ MAX_VALUES: Final = 4096
 MAX_TEXT: Final = 256
 """Characters of a string in an argument, an einsum's equation for one."""
 MAX_RANK: Final = 8
-MAX_SYMBOLS: Final = 16
+MAX_SYMBOLS: Final = 32
 
 DType = Literal["float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool", "any"]
 """Of an input. ``any``: as the caller has it, for the public SDK's losses, which declare no dtypes."""
