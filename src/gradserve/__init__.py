@@ -9,21 +9,23 @@ if TYPE_CHECKING:
     from gradserve.client.connect import connect
     from gradserve.client.full import create_full_training_client
     from gradserve.client.state import get_client_state, set_client_state
+    from gradserve.compiler.losses import loss
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "connect", "create_full_training_client", "get_client_state", "set_client_state"]
+__all__ = ["__version__", "connect", "create_full_training_client", "get_client_state", "loss", "set_client_state"]
 
 _HOMES = {
-    "connect": "connect",
-    "create_full_training_client": "full",
-    "get_client_state": "state",
-    "set_client_state": "state",
+    "connect": "client.connect",
+    "create_full_training_client": "client.full",
+    "get_client_state": "client.state",
+    "loss": "compiler.losses",
+    "set_client_state": "client.state",
 }
-"""Where in gradserve.client each name is."""
+"""Where in gradserve each name is."""
 
 
 def __getattr__(name: str) -> Any:
-    # The tinker SDK takes a second to import; only those who call it pay for it.
+    # The tinker SDK and torch take a second each to import; only those who call them pay for it.
     if name in _HOMES:
-        return getattr(importlib.import_module(f"gradserve.client.{_HOMES[name]}"), name)
+        return getattr(importlib.import_module(f"gradserve.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'gradserve' has no attribute {name!r}")

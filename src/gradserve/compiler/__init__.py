@@ -2,6 +2,7 @@
 
     losses    capture_loss, loss: a function of named tensors
     modules   capture_module, capture_program: an nn.Module, or a function of one
+    capture   what both have in common: a function of a dict of tensors
     declare   "float32[token, 5]": dtypes and shapes of inputs
     tracing   torch.export, watched: what a graph can't hold is refused where the user wrote it
     lowering  the exported program -> Graph

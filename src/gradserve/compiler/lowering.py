@@ -20,7 +20,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from gradserve.compiler import refusals
 from gradserve.compiler.refusals import CaptureError, Place
 from gradserve.wire.graph import Constant, Node, Value, references
-from gradserve.wire.operators import ARITHMETIC, allowed
+from gradserve.wire.operators import ARITHMETIC, allowed, impurity
 
 _DROPPED = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 _ALIASES = ("lift_fresh_copy", "lift_fresh", "alias")
@@ -41,6 +41,9 @@ _PYTHON: dict[Callable[..., Any], str] = {
     torch.sym_min: "py.min",
     torch.sym_not: "py.not_",
 }
+
+
+_IMPURITIES = {"random": refusals.RANDOM, "writes": refusals.BUFFER, "sparse": refusals.SPARSE}
 
 
 class Lowering:
@@ -181,7 +184,11 @@ class _Block:
         args = self._encode(list(node.args), node)
         if target._opname == "slice" and len(args) > 3 and args[3] == sys.maxsize:
             args[3] = None
-        return self.into.node(node.name, op, args, self._keywords(node))
+        kwargs = self._keywords(node)
+        impure = impurity(op, args, kwargs)
+        if impure is not None:
+            raise _IMPURITIES[impure].at(self.into.place_of(node))
+        return self.into.node(node.name, op, args, kwargs)
 
     def _keywords(self, node: fx.Node) -> dict[str, Value]:
         given = {key: value for key, value in node.kwargs.items() if value is not None}

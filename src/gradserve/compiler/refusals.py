@@ -25,7 +25,7 @@ class CaptureError(ValueError):
         self.reason = reason
         self.cure = cure
         self.place = place
-        super().__init__(" ".join(part for part in (place and f"{place}: ", reason, cure) if part))
+        super().__init__(" ".join(part for part in (place and f"{place}:", reason, cure) if part))
 
     @property
     def file(self) -> str | None:
@@ -104,11 +104,17 @@ SIZE_BRANCH = Refusal(
 )
 SIZE_FIXED = Refusal(
     "This works for one size of the batch or of the rows only, but sizes differ from request to request.",
-    "Use -1 or x.shape[i] for sizes; an input of fixed size is declared, e.g. inputs={'x': 'float32[token, 5]'}.",
+    "Use -1 or x.shape[i] for sizes; an input of fixed size is declared, e.g. inputs={'x': 'float32[token, 5]'}; "
+    "of a module's input, dimension 0 is the batch unless batch_dims names another.",
 )
 BUFFER = Refusal(
     "The module changes its own buffers in the forward pass, as BatchNorm does in train mode.",
     "Call module.eval() first, or use LayerNorm or GroupNorm.",
+)
+SPARSE = Refusal("This asks for sparse gradients.", "Make the Embedding without sparse=True.")
+CLOSURE = Refusal(
+    "This uses a tensor that requires a gradient but is no input: its gradient would be lost.",
+    "Detach it, pass it as an input, or capture the module that owns it (capture_program).",
 )
 CONTROL = Refusal(
     "This calls a function that takes functions (cond, map, scan, autocast), which a graph can't hold.",
@@ -122,7 +128,13 @@ def _library_folders() -> tuple[str, ...]:
     torch = find_spec("torch")
     assert torch is not None
     assert torch.origin is not None
-    return (str(Path(torch.origin).parent) + "/", str(Path(__file__).parent) + "/", "<frozen", "<eval_with_key")
+    return (
+        str(Path(torch.origin).parent) + "/",
+        str(Path(__file__).parent) + "/",
+        "<frozen",
+        "<eval_with_key",
+        "<string>",
+    )
 
 
 def is_users(frame: FrameType) -> bool:
@@ -149,6 +161,8 @@ def place_of_error(trace: TracebackType | None) -> Place | None:
 
 
 def place_of_function(function: Callable[..., Any]) -> Place | None:
-    """Where a function was defined."""
+    """Where a function was defined, if the user wrote it."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return None if code is None else Place(code.co_filename, code.co_firstlineno)
+    if code is None or code.co_filename.startswith(_library_folders()):
+        return None
+    return Place(code.co_filename, code.co_firstlineno)

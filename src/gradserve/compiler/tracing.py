@@ -11,11 +11,12 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram, export
 from torch.overrides import TorchFunctionMode
 
@@ -48,10 +49,20 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", str(func))
         self.places.setdefault(name, refusals.place_of_call())
-        refusal = _refusal(name, args, kwargs or {})
+        refusal = refusals.CLOSURE if _holds_foreign_leaf(args) else _refusal(name, args, kwargs or {})
         if refusal is not None:
             raise refusal.at(refusals.place_of_call())
         return func(*args, **(kwargs or {}))
+
+
+def _holds_foreign_leaf(values: Sequence[Any]) -> bool:
+    """Whether a real tensor that requires a gradient is among the operands: all that is given is fake by now."""
+    return any(
+        _holds_foreign_leaf(value)
+        if isinstance(value, (list, tuple))
+        else isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.requires_grad
+        for value in values
+    )
 
 
 def _refusal(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Refusal | None:
@@ -151,6 +162,10 @@ class _Watched(torch.nn.Module):
         return list(found.values())
 
 
+OWNER = "module."
+"""What torch.export puts before the names of the module's parameters and buffers."""
+
+
 class Traced:
     """An exported program with the names of its outputs and where each torch function was called."""
 
@@ -158,6 +173,11 @@ class Traced:
         self.program = program
         self.outputs = outputs
         self.places = places
+
+    def tensor(self, target: str) -> Tensor:
+        """A constant, parameter or buffer by torch.export's name for it."""
+        found = self.program.constants.get(target)
+        return found if isinstance(found, Tensor) else self.program.state_dict[target]
 
 
 def trace(
@@ -201,5 +221,7 @@ def _explained(error: BaseException, user: Callable[..., Any]) -> CaptureError:
         return refusals.BRANCH.at(place)
     if kind == "DynamicOutputShapeException":
         return refusals.DATA_DEPENDENT.at(place)
+    if "leaf Variable" in text:
+        return refusals.IN_PLACE.at(place)
     first_line = text.strip().split("\n")[0][:500]
     return CaptureError(f"{kind}: {first_line}", place=place)

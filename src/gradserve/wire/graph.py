@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from gradserve.wire.errors import Invalid
-from gradserve.wire.operators import allowed
+from gradserve.wire.operators import allowed, impurity
 
 FORMAT: Final = "gradserve-graph/1"
 
@@ -40,7 +40,7 @@ MAX_VALUES: Final = 4096
 MAX_TEXT: Final = 256
 """Characters of a string in an argument, an einsum's equation for one."""
 MAX_RANK: Final = 8
-MAX_SYMBOLS: Final = 16
+MAX_SYMBOLS: Final = 32
 
 DType = Literal["float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool", "any"]
 """Of an input. ``any``: as the caller has it, for the public SDK's losses, which declare no dtypes."""
@@ -245,6 +245,9 @@ def _check_node(node: Node, known: set[str]) -> None:
             f"{where} uses {node.op[:64]!r}, which is not among the allowed operators.",
             fix="They are listed in docs/reference/graph-ir.md; random numbers and values read out of tensors are not.",
         )
+    impure = impurity(node.op, node.args, node.kwargs)
+    if impure is not None:
+        raise Invalid("graph_operator", f"{where} ({node.op}): {_IMPURITIES[impure]}")
     if "out" in node.kwargs:
         raise Invalid("graph_operator", f"{where} writes into an argument (out=).")
     for key in node.kwargs:
@@ -255,6 +258,13 @@ def _check_node(node: Node, known: set[str]) -> None:
         raise Invalid("graph_argument", f"{where} has more than {MAX_VALUES} values in its arguments.")
     for value in values:
         _check_value(value, where, known)
+
+
+_IMPURITIES = {
+    "random": "a graph draws no random numbers; dropout must be written as 0 or switched off.",
+    "writes": "a graph writes into no buffer; statistics must be frozen (training=False).",
+    "sparse": "gradients are dense; sparse must be False.",
+}
 
 
 def _count(value: Value, depth: int, where: str) -> int:

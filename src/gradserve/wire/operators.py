@@ -1,13 +1,14 @@
 """The operators that a graph may use. What is not named here is refused, whatever torch would do with it.
 
-An operator of a node is ``aten.NAME`` (the overload follows from the arguments), ``aten.NAME.OVERLOAD`` with NAME in
-ATEN, or one of PYTHON: arithmetic on sizes and numbers, and access to the parts of a value. ATEN holds no operator that
-draws random numbers, writes into its arguments, reads a value out of a tensor, or whose result's shape depends on values.
+An operator of a node is ``aten.NAME`` (the overload follows from the arguments) or ``aten.NAME.OVERLOAD`` with NAME in
+ATEN, or one of PYTHON: arithmetic on sizes and numbers, and access to the parts of a value. No operator of ATEN reads a
+value out of a tensor; those that could draw random numbers or write into a buffer are held to :func:`impurity`.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
 
 _POINTWISE = """
 abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor
@@ -76,7 +77,8 @@ FACTORIES: Final = _named("aten.", "arange eye full linspace ones scalar_tensor 
 
 LISTS: Final = _named(
     "aten.",
-    "atleast_1d atleast_2d broadcast_tensors cat concat concatenate einsum hstack meshgrid stack tensordot vstack where",
+    "atleast_1d atleast_2d broadcast_tensors cat concat concatenate einsum hstack meshgrid stack tensordot vstack "
+    "where",
 )
 """Operators whose first argument need not be a tensor: a list of them, a string, a condition beside them."""
 
@@ -84,3 +86,33 @@ LISTS: Final = _named(
 def allowed(op: str) -> bool:
     """Whether a graph may use ``op``: of ``aten.mul.Tensor`` the first two parts must be in ATEN."""
     return op in PYTHON or ".".join(op.split(".")[:2]) in ATEN
+
+
+_RECURRENT = ("aten.gru", "aten.lstm", "aten.rnn_relu", "aten.rnn_tanh")
+_STATISTICS = {"aten.batch_norm": "training", "aten.instance_norm": "use_input_stats"}
+
+Impurity = Literal["random", "writes", "sparse"]
+
+
+def impurity(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Impurity | None:
+    """What a node would do besides returning new dense tensors: draw random numbers, or write into its arguments.
+
+    Arguments that decide it have to be written in the node, not computed.
+    """
+
+    def given(position: int, name: str, default: Any) -> Any:
+        return args[position] if len(args) > position else kwargs.get(name, default)
+
+    name = ".".join(op.split(".")[:2])
+    if name in _RECURRENT and not op.endswith(".input"):
+        return "random"
+    if name in _RECURRENT and given(5, "dropout", None) != 0 and given(6, "train", None) is not False:
+        return "random"
+    if name == "aten.scaled_dot_product_attention" and given(4, "dropout_p", 0.0) != 0:
+        return "random"
+    if name in _STATISTICS and given(5, _STATISTICS[name], None) is not False:
+        kept = given(3, "running_mean", None), given(4, "running_var", None)
+        return None if kept == (None, None) else "writes"
+    if name == "aten.embedding" and given(4, "sparse", False) is not False:
+        return "sparse"
+    return None

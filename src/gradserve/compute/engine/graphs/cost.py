@@ -258,9 +258,19 @@ def _flops(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], resu
     formula = flop_registry.get(func.overloadpacket)
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=result))
+    if func.overloadpacket in (torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten.mkldnn_rnn_layer_backward):
+        return _recurrent_flops(func, args)
     if new_bytes == 0:
         return 0
     return max(sum(map(_items, _tensors(args))), sum(map(_items, _tensors(result))))
+
+
+def _recurrent_flops(func: OpOverload, args: tuple[Any, ...]) -> int:
+    """Two per weight and step of every row: input and recurrent products. Their gradient takes twice as many."""
+    inputs, *weights = args[:3]
+    steps = math.prod(inputs.shape[:2])
+    times = 2 if "backward" in func.name() else 1
+    return times * 2 * steps * sum(map(_items, weights))
 
 
 def _items(tensor: Tensor) -> int:

@@ -104,14 +104,16 @@ class Executable:
         return places
 
     def finish(self, places: Places) -> dict[str, Tensor]:
-        """The outputs, by name. Raises Invalid (graph_output) if one is no tensor."""
-        found = {}
-        for name, place in self._outputs:
-            if not isinstance(places[place], Tensor):
-                kind = type(places[place]).__name__
-                raise Invalid("graph_output", f"output {name!r} of graph {self.graph.name!r} is a {kind}, no tensor.")
-            found[name] = places[place]
-        return found
+        """The outputs, by name; a number becomes a tensor. Raises Invalid (graph_output) if one is neither."""
+        return {name: self._output(name, places[place]) for name, place in self._outputs}
+
+    def _output(self, name: str, value: Any) -> Tensor:
+        if isinstance(value, Tensor):
+            return value
+        if isinstance(value, (bool, int, float)):
+            return torch.tensor(float(value), device=self.device)
+        kind = type(value).__name__
+        raise Invalid("graph_output", f"output {name!r} of graph {self.graph.name!r} is a {kind}, no tensor.")
 
     def _steps(self) -> list[Step]:
         last: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Names of operators in a graph -> what computes them. Only the allow-list's, and only those that return new tensors."""
+"""Names of operators in a graph -> what computes them: the allow-list's only, and only what returns new tensors."""
 
 from __future__ import annotations
 
@@ -50,17 +50,18 @@ def _is_pure(overload: OpOverload, factory: bool) -> bool:
 
 def _by_arguments(name: str, packet: OpOverloadPacket) -> Callable[..., Any]:
     """The operator whose overload torch chooses by the arguments, kept away from those on lists and strings."""
-    free = name in FACTORIES or name in LISTS
+    factory, lists = name in FACTORIES, name in LISTS
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not free and not (args and isinstance(args[0], Tensor)):
-            raise TypeError(f"{name} takes a tensor first")
-        if name in LISTS and not _holds_tensor([*args, *kwargs.values()]):
+        if not factory and not _holds_tensor([*args, *kwargs.values()], nested=lists):
             raise TypeError(f"{name} takes tensors")
         return packet(*args, **kwargs)
 
     return call
 
 
-def _holds_tensor(values: Iterable[Any]) -> bool:
-    return any(isinstance(value, Tensor) or (isinstance(value, list) and _holds_tensor(value)) for value in values)
+def _holds_tensor(values: Iterable[Any], nested: bool) -> bool:
+    return any(
+        isinstance(value, Tensor) or (nested and isinstance(value, list) and _holds_tensor(value, nested))
+        for value in values
+    )
