@@ -152,7 +152,7 @@ class LoopGroup:
             seen, reward[i], terminated[i], truncated[i], _ = self._made[i].step(action)
             final[i] = encode(self.observation_space, seen)
         self.observation = final.copy()
-        for i in np.flatnonzero(terminated | truncated):
+        for i in np.flatnonzero(terminated | truncated).tolist():
             self._episodes[i] += 1
             self.observation[i] = encode(self.observation_space, self._reset(i))
         return Step(self.observation, reward, terminated, truncated, final, np.ones(n, np.bool_))
