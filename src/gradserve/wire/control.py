@@ -55,8 +55,8 @@ class SpaceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A Gymnasium space without gymnasium.
 
     box: ``shape``, ``dtype`` and the bounds ``low`` and ``high``, one per element in row-major order or one for all,
-    None where there is none. discrete: ``nvec`` of one and ``start``. multi_discrete: ``nvec`` (row-major) and ``start``.
-    multi_binary: ``shape``. dict and tuple: ``parts`` in Gymnasium's own order, and for a dict their ``keys``.
+    None where there is none. discrete: ``nvec`` of one and ``start``. multi_discrete: ``nvec`` (row-major) and
+    ``start``. multi_binary: ``shape``. dict and tuple: ``parts`` in Gymnasium's own order, for a dict with ``keys``.
     """
 
     kind: SpaceKind
@@ -159,7 +159,8 @@ class PPOConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epochs               passes over the trajectories
     minibatch_size       transitions per optimizer step (detail 6); what does not divide is cut into nearly equal parts
     normalise_advantage  to mean 0 and deviation 1 within each minibatch (detail 7)
-    target_kl            stop before a step at which the estimated KL exceeds 1.5 times this (Stable-Baselines3); None: never
+    target_kl            stop before a step at which the estimated KL exceeds 1.5 times this, as Stable-Baselines3 does;
+                         None: never
     learning_rate        of Adam (Kingma and Ba 2015, arXiv:1412.6980), this update's value (detail 4)
     beta1, beta2, eps    of Adam; eps is 1e-5 (detail 3)
     """
@@ -216,8 +217,6 @@ def _validate_setting(field: str, name: str, value: Scalar | list[Scalar]) -> No
     if len(values) > MAX_ITEMS:
         _refuse(field, f"{len(values)} items.", f"Send at most {MAX_ITEMS}.")
     for item in values:
-        if not isinstance(item, bool | int | float | str | None):
-            _refuse(field, f"a {type(item).__name__}.", "Send numbers, booleans, texts, or lists of them.")
         if isinstance(item, float) and not math.isfinite(item):
             _refuse(field, f"{item} is not finite.", "Send a finite number.")
         if isinstance(item, str) and (len(item) > MAX_TEXT or "/" in item or "\\" in item):

@@ -24,7 +24,7 @@ def streams(seeds: Sequence[int], samples: Sequence[int]) -> U64:
     return _mix(_mix(_u64(seeds) + _GAMMA) + _GAMMA * (_u64(samples) + np.uint64(1)))
 
 
-def uniform(keys: U64, positions: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float64]:
+def uniform(keys: U64, positions: Sequence[int] | U64) -> NDArray[np.float64]:
     """One number in [0, 1) of 53 bits for each position of the stream beside it (shapes are broadcast)."""
     state = _mix(keys + _GAMMA * (np.array(positions, dtype=np.uint64) + np.uint64(1)))
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53

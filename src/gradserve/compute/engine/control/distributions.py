@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from gradserve.compute.engine.control.spaces import Floats
 from gradserve.wire.control import SpaceSpec
@@ -70,7 +71,7 @@ class ActionDistribution:
         return outputs
 
     def sample(self, outputs: Mapping[str, NDArray[Any]], noise: NDArray[np.float64]) -> Floats:
-        """One action per row from ``noise`` [n, D], uniform in [0, 1): by inverting sums, and by Box and Muller (1958)."""
+        """One action per row from ``noise`` [n, D], uniform in [0, 1): by the inverse of sums, and Box and Muller's."""
         actions = np.empty((len(noise), self._columns), np.float32)
         for part in self._parts:
             u = noise[:, part.noise]
@@ -100,10 +101,13 @@ class ActionDistribution:
                 actions[:, part.at.start] = outputs[LOGITS][:, part.source].argmax(axis=1)
         return actions
 
-    def log_prob_and_entropy(self, outputs: Mapping[str, Tensor], actions: Tensor) -> tuple[Tensor, Tensor]:
-        """[n] and [n], summed over the parts, differentiable in the outputs."""
-        log_probs, entropies = zip(*(_of_part(part, outputs, actions[:, part.at]) for part in self._parts), strict=True)
-        return _total(log_probs), _total(entropies)
+    def log_prob(self, outputs: Mapping[str, Tensor], actions: Tensor) -> Tensor:
+        """[n]: of actions [n, A], summed over the parts, differentiable in the outputs."""
+        return _total([_log_prob(part, outputs, actions[:, part.at]) for part in self._parts])
+
+    def entropy(self, outputs: Mapping[str, Tensor]) -> Tensor:
+        """[n]: summed over the parts, differentiable in the outputs; a scalar where no output depends on the row."""
+        return _total([_entropy(part, outputs) for part in self._parts])
 
     def _add(self, space: SpaceSpec) -> None:
         if space.parts:
@@ -127,34 +131,31 @@ class ActionDistribution:
         return width
 
 
-def _of_part(part: _Part, outputs: Mapping[str, Tensor], actions: Tensor) -> tuple[Tensor, Tensor]:
+def _log_prob(part: _Part, outputs: Mapping[str, Tensor], actions: Tensor) -> Tensor:
     if part.kind == "gaussian":
-        return _gaussian(outputs[MEAN][:, part.source], outputs[LOG_STD][..., part.source], actions)
+        log_std = outputs[LOG_STD][..., part.source]
+        standard = (actions - outputs[MEAN][:, part.source]) * torch.exp(-log_std)
+        return (-0.5 * standard.square() - log_std - _HALF_LOG_2PI).sum(dim=1)
     logits = outputs[LOGITS][:, part.source]
     if part.kind == "bernoulli":
-        return _bernoulli(logits, actions)
-    return _categorical(logits, actions)
+        return -functional.binary_cross_entropy_with_logits(logits, actions, reduction="none").sum(dim=1)
+    return -functional.cross_entropy(logits, actions[:, 0].long(), reduction="none")
 
 
-def _categorical(logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+def _entropy(part: _Part, outputs: Mapping[str, Tensor]) -> Tensor:
+    if part.kind == "gaussian":
+        log_std = outputs[LOG_STD][..., part.source]
+        return (log_std + (0.5 + _HALF_LOG_2PI)).sum(dim=-1)
+    logits = outputs[LOGITS][:, part.source]
+    if part.kind == "bernoulli":
+        return (functional.softplus(logits) - logits * torch.sigmoid(logits)).sum(dim=1)
     log_probs = torch.log_softmax(logits, dim=1)
     # exp(-inf) * -inf would be nan for actions that are masked out.
-    entropy = -(log_probs.exp() * log_probs.clamp(min=torch.finfo(log_probs.dtype).min)).sum(dim=1)
-    return log_probs.gather(1, actions.long()).squeeze(1), entropy
+    return -(log_probs.exp() * log_probs.clamp(min=torch.finfo(log_probs.dtype).min)).sum(dim=1)
 
 
-def _bernoulli(logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-    log_prob = -torch.nn.functional.binary_cross_entropy_with_logits(logits, actions, reduction="none")
-    entropy = torch.nn.functional.softplus(logits) - logits * torch.sigmoid(logits)
-    return log_prob.sum(dim=1), entropy.sum(dim=1)
-
-
-def _gaussian(mean: Tensor, log_std: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-    standard = (actions - mean) * torch.exp(-log_std)
-    log_prob = (-0.5 * standard.square() - log_std - _HALF_LOG_2PI).sum(dim=1)
-    entropy = (log_std + (0.5 + _HALF_LOG_2PI)).expand_as(mean).sum(dim=1)
-    return log_prob, entropy
-
-
-def _total(parts: tuple[Tensor, ...]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(dim=0)
+def _total(parts: list[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

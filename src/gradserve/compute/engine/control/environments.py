@@ -26,6 +26,11 @@ Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 
 
+_REMADE = ("BipedalWalker", "CarRacing")
+"""Environments whose reset leaves traces of the episode before: they keep their Box2D world, and the order of contacts
+in it enters the last bits. Each of their episodes gets an object of its own (LunarLander makes a world itself)."""
+
+
 class Step(NamedTuple):
     """What one step of n environments led to.
 
@@ -125,7 +130,7 @@ class LoopGroup:
 
     def __init__(self, env: EnvSpec, seed: int, members: range) -> None:
         self._made = [_made(env) for _ in members]
-        self._seed, self._members = seed, members
+        self._env, self._seed, self._members = env, seed, members
         self.observation_space = spec_of(self._made[0].observation_space)
         self.action_space = spec_of(self._made[0].action_space)
         self._decode = ActionDecoder(self.action_space)
@@ -152,7 +157,7 @@ class LoopGroup:
             seen, reward[i], terminated[i], truncated[i], _ = self._made[i].step(action)
             final[i] = encode(self.observation_space, seen)
         self.observation = final.copy()
-        for i in np.flatnonzero(terminated | truncated):
+        for i in np.flatnonzero(terminated | truncated).tolist():
             self._episodes[i] += 1
             self.observation[i] = encode(self.observation_space, self._reset(i))
         return Step(self.observation, reward, terminated, truncated, final, np.ones(n, np.bool_))
@@ -167,6 +172,9 @@ class LoopGroup:
             env.close()
 
     def _reset(self, i: int) -> Any:
+        if self._env.id.startswith(_REMADE):
+            self._made[i].close()
+            self._made[i] = _made(self._env)
         return self._made[i].reset(seed=episode_seed(self._seed, self._members[i], int(self._episodes[i])))[0]
 
     def _decode_all(self, columns: Floats) -> Iterator[Any]:

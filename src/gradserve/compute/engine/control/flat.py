@@ -15,10 +15,10 @@ FIRST, SECOND = ".exp_avg", ".exp_avg_sq"
 
 
 class FlatAdam:
-    """Adam (Kingma and Ba 2015, arXiv:1412.6980) by torch's fused kernel.
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980), element by element as torch.optim.Adam computes it.
 
-    ``parameters`` are leaves that share the vector's memory, and whose gradients share ``gradient``'s: run a
-    backward, then ``step``. Nothing that is given is changed.
+    That class spends several times the arithmetic of a small model on its own bookkeeping. ``parameters`` are leaves
+    that share the vector's memory: ``step`` moves them. Nothing that is given is changed.
     """
 
     def __init__(
@@ -32,52 +32,52 @@ class FlatAdam:
     ) -> None:
         self._names, self._shapes = names, [weights[name].shape for name in names]
         self._vector = _flat([weights[name] for name in names])
-        self._vector.grad = torch.zeros_like(self._vector)
-        self.parameters: Tensors = {}
-        for name, part, gradient in zip(names, self._split(self._vector), self._split(self._vector.grad), strict=True):
-            self.parameters[name] = part.detach().requires_grad_()
-            self.parameters[name].grad = gradient
-        self._adam = torch.optim.Adam([self._vector], lr=learning_rate, betas=betas, eps=eps, fused=True)
-        self._state = self._adam.state[self._vector]
-        self._state |= self._loaded(moments)
+        self._learning_rate, self._betas, self._eps = learning_rate, betas, eps
+        known = moments is not None and STEP in moments
+        self._count = int(moments[STEP]) if moments is not None and known else 0
+        self._first, self._second = (
+            _flat([moments[name + suffix] for name in names])
+            if moments is not None and known
+            else torch.zeros_like(self._vector)
+            for suffix in (FIRST, SECOND)
+        )
+        self.parameters = {
+            name: part.detach().requires_grad_() for name, part in zip(names, self._split(self._vector), strict=True)
+        }
 
-    def zero_grad(self) -> None:
-        """Before a backward, which adds."""
-        assert self._vector.grad is not None
-        self._vector.grad.zero_()
-
-    def step(self, max_norm: float) -> Tensor:
-        """One step on the gradient, clipped to a global L2 norm (0: not); returns the norm before that."""
-        gradient = self._vector.grad
-        assert gradient is not None
-        norm = torch.linalg.vector_norm(gradient)
-        if max_norm > 0:
-            gradient.mul_((max_norm / (norm + 1e-6)).clamp_(max=1.0))  # as torch.nn.utils.clip_grad_norm_
-        self._adam.step()
+    def step(self, loss: Tensor, max_norm: float) -> Tensor:
+        """One step down the gradient of ``loss``, clipped to a global L2 norm (0: not); the norm before that."""
+        leaves = list(self.parameters.values())
+        with torch.no_grad():
+            gradient = _flat(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
+            norm: Tensor = torch.linalg.vector_norm(gradient)
+            if max_norm > 0:
+                gradient.mul_((max_norm / (norm + 1e-6)).clamp_(max=1.0))  # as torch.nn.utils.clip_grad_norm_
+            self._move(gradient)
         return norm
 
     def weights(self) -> Tensors:
-        """The parameters as they are now, without their gradients."""
+        """The parameters as they are now."""
         return {name: part.clone() for name, part in zip(self._names, self._split(self._vector), strict=True)}
 
     def moments(self) -> Tensors:
         """``<param>.exp_avg``, ``<param>.exp_avg_sq`` and one scalar ``step``."""
-        found: Tensors = {STEP: self._state["step"].clone()}
-        for suffix, key in ((FIRST, "exp_avg"), (SECOND, "exp_avg_sq")):
-            parts = self._split(self._state[key])
+        found: Tensors = {STEP: torch.tensor(float(self._count))}
+        for suffix, vector in ((FIRST, self._first), (SECOND, self._second)):
+            parts = self._split(vector)
             found |= {name + suffix: part.clone() for name, part in zip(self._names, parts, strict=True)}
         return found
 
-    def _loaded(self, moments: Mapping[str, Tensor] | None) -> Tensors:
-        if moments is None or STEP not in moments:
-            zeros = torch.zeros_like(self._vector)
-            step = torch.zeros((), dtype=torch.float32, device=zeros.device)
-            return {"step": step, "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
-        first, second = (_flat([moments[name + suffix] for name in self._names]) for suffix in (FIRST, SECOND))
-        return {"step": moments[STEP].clone(), "exp_avg": first, "exp_avg_sq": second}
+    def _move(self, gradient: Tensor) -> None:
+        beta1, beta2 = self._betas
+        self._count += 1
+        self._first.lerp_(gradient, 1 - beta1)
+        self._second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        unbiased = (self._second.sqrt() / (1 - beta2**self._count) ** 0.5).add_(self._eps)
+        self._vector.addcdiv_(self._first, unbiased, value=-self._learning_rate / (1 - beta1**self._count))
 
     def _split(self, vector: Tensor) -> list[Tensor]:
-        parts = vector.split([shape.numel() for shape in self._shapes])
+        parts = torch.split(vector, [shape.numel() for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 

@@ -29,13 +29,15 @@ def episode_seed(seed: int, stream: int, episode: int) -> int:
 def action_noise(seed: int, members: range, first_step: int, steps: int, draws: int) -> NDArray[np.float64]:
     """Uniform numbers [steps, len(members), draws] in [0, 1): those of an environment depend on no other one."""
     keys = _keys(seed, Purpose.ACTION, members)[None, :, None]
-    at = np.arange(first_step, first_step + steps, dtype=np.uint64)[:, None, None]
-    return uniform(keys, at * np.uint64(draws) + np.arange(draws, dtype=np.uint64))
+    positions = np.arange(first_step * draws, (first_step + steps) * draws, dtype=np.uint64)
+    return uniform(keys, positions.reshape(steps, 1, draws))
 
 
 def permutation(seed: int, epoch: int, length: int) -> NDArray[np.int64]:
     """An order of ``length`` things. Sorted draws, since numpy's own permutations may change with its version."""
-    return np.argsort(uniform(_keys(seed, Purpose.MINIBATCH, [epoch]), np.arange(length)), kind="stable")
+    return np.argsort(
+        uniform(_keys(seed, Purpose.MINIBATCH, [epoch]), np.arange(length, dtype=np.uint64)), kind="stable"
+    )
 
 
 def _keys(seed: int, purpose: Purpose, counters: range | list[int]) -> NDArray[np.uint64]:

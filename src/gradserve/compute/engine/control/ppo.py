@@ -28,6 +28,8 @@ from gradserve.wire.errors import Invalid
 
 _KL_SLACK = 1.5
 """How far the KL may exceed its target before the update stops: SB3's factor."""
+_FORWARD_ROWS = 4096
+"""Rows of one forward pass without gradients."""
 
 
 def ppo_update(
@@ -42,8 +44,8 @@ def ppo_update(
 ) -> tuple[Tensors, Tensors, dict[str, float]]:
     """New weights, Adam's new moments and metrics; nothing given is changed.
 
-    ``trajectories`` are those of all groups (see rollout), in an order that is part of the input. What is trained are the
-    weights of floating-point type but ``buffers`` and ``normalise.obs.*``; the latter move on to include the
+    ``trajectories`` are those of all groups (see rollout), in an order that is part of the input. What is trained are
+    the weights of floating-point type but ``buffers`` and ``normalise.obs.*``; the latter move on to include the
     trajectories' raw observations. ``moments`` (None at first) may hold other names, which are ignored. ``seed`` fixes
     the order of transitions; give another one at each update. Raises Invalid for a config or a policy that does not
     fit, and when the update leaves a weight that is not finite.
@@ -56,22 +58,14 @@ def ppo_update(
     )
     adam = FlatAdam(weights, names, moments, config.learning_rate, (config.beta1, config.beta2), config.eps)
     batch = Batch.of(trajectories, config)
-    loss = _Loss(policy, dict(weights) | adam.parameters, ActionDistribution(action_space), config)
-    records: list[Tensor] = []
-    stopped = False
-    for indices in _minibatches(seed, len(batch.returns), config):
-        adam.zero_grad()
-        total, record = loss(batch.rows(indices))
-        if config.target_kl is not None and float(record[_KL]) > _KL_SLACK * config.target_kl:
-            stopped = True
+    learner = _Learner(policy, dict(weights) | adam.parameters, adam, ActionDistribution(action_space), config)
+    for epoch in range(config.epochs):
+        if not learner.learn(batch.shuffled(seed, epoch) if len(batch) > config.minibatch_size else batch):
             break
-        total.backward()  # type: ignore[no-untyped-call]
-        records.append(torch.cat([record, adam.step(config.max_grad_norm)[None]]))
     new = dict(weights) | adam.weights()
     if not all_finite(new[name] for name in names):
         raise Invalid("non_finite", "the update made weights that are not finite; nothing was changed.")
-    new |= _observed(weights, trajectories)
-    return new, adam.moments(), _metrics(records, batch, stopped, config)
+    return new | _observed(weights, trajectories), adam.moments(), learner.metrics(batch)
 
 
 @dataclass(frozen=True)
@@ -93,16 +87,22 @@ class Batch:
             raise Invalid("bad_control", "no transitions to learn from.", field="trajectories", fix="Roll out first.")
         return cls(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
-    def rows(self, indices: Tensor) -> Batch:
-        """Those rows."""
-        return Batch(
-            self.observations[indices],
-            self.actions[indices],
-            self.logprobs[indices],
-            self.values[indices],
-            self.advantages[indices],
-            self.returns[indices],
-        )
+    def __len__(self) -> int:
+        return len(self.returns)
+
+    def shuffled(self, seed: int, epoch: int) -> Batch:
+        """The rows in another order."""
+        order = torch.from_numpy(permutation(seed, epoch, len(self)))
+        return Batch(*(column.index_select(0, order) for column in self._columns()))
+
+    def minibatches(self, size: int) -> Iterator[Batch]:
+        """Nearly equal parts of at most ``size`` rows, so that no step is left with a few rows (detail 6)."""
+        parts = -(-len(self) // size)
+        columns = (torch.tensor_split(column, parts) for column in self._columns())
+        return (Batch(*part) for part in zip(*columns, strict=True))
+
+    def _columns(self) -> tuple[Tensor, ...]:
+        return self.observations, self.actions, self.logprobs, self.values, self.advantages, self.returns
 
 
 def _rows_of(trajectory: Mapping[str, Tensor], config: PPOConfig) -> tuple[Tensor, ...]:
@@ -119,53 +119,98 @@ def _rows_of(trajectory: Mapping[str, Tensor], config: PPOConfig) -> tuple[Tenso
     return (*stored, *targets)
 
 
-def _minibatches(seed: int, length: int, config: PPOConfig) -> Iterator[Tensor]:
-    """Each epoch's rows in an order of its own, cut into nearly equal parts of at most ``minibatch_size`` (detail 6)."""
-    parts = -(-length // config.minibatch_size)
-    for epoch in range(config.epochs):
-        yield from torch.from_numpy(permutation(seed, epoch, length)).tensor_split(parts)
+class _Learner:
+    """Takes optimizer steps on minibatches and remembers what they were like."""
 
+    def __init__(
+        self,
+        policy: Policy,
+        weights: Tensors,
+        adam: FlatAdam,
+        distribution: ActionDistribution,
+        config: PPOConfig,
+    ) -> None:
+        self._policy, self._weights, self._adam = policy, weights, adam
+        self._distribution, self._config = distribution, config
+        self._steps: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._log_ratios: list[Tensor] = []
+        self._stopped = False
 
-_POLICY, _VALUE, _ENTROPY, _KL, _CLIPPED, _NORM = range(6)
-_NAMES = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm")
+    def learn(self, batch: Batch) -> bool:
+        """One epoch; False if the KL stopped it."""
+        self._log_ratios.clear()
+        for part in batch.minibatches(self._config.minibatch_size):
+            policy_loss, value_loss, log_ratio = self._losses(part)
+            self._log_ratios.append(log_ratio.detach())
+            if self._too_far(self._log_ratios[-1]):
+                self._stopped = True
+                return False
+            loss = torch.add(policy_loss, value_loss, alpha=self._config.vf_coef)
+            norm = self._adam.step(loss, self._config.max_grad_norm)
+            self._steps.append((policy_loss.detach(), value_loss.detach(), norm))
+        return True
 
+    def metrics(self, batch: Batch) -> dict[str, float]:
+        """Means over all steps; of the KL and the clipping over the last epoch; ``entropy`` after the update.
 
-class _Loss:
-    """PPO's equation 9 on a minibatch."""
+        ``policy_loss`` has the entropy bonus in it; ``explained_variance`` is 1 - Var(R - V) / Var(R) of stored values.
+        """
+        means = [float(torch.stack(column).mean()) for column in zip(*self._steps, strict=True)] or [0.0] * 3
+        log_ratio = torch.cat(self._log_ratios)
+        spread = float(batch.returns.var(correction=0))
+        unexplained = float((batch.returns - batch.values).var(correction=0))
+        return dict(zip(("policy_loss", "value_loss", "grad_norm"), means, strict=True)) | {
+            "approx_kl": float(approximate_kl(log_ratio)),
+            "clip_fraction": float(((log_ratio.exp() - 1).abs() > self._config.clip_range).float().mean()),
+            "entropy": self._entropy(batch),
+            "explained_variance": 1 - unexplained / spread if spread else 0.0,
+            "transitions": float(len(batch)),
+            "optimizer_steps": float(len(self._steps)),
+            "stopped_early": float(self._stopped),
+            "learning_rate": self._config.learning_rate,
+        }
 
-    def __init__(self, policy: Policy, weights: Tensors, distribution: ActionDistribution, config: PPOConfig) -> None:
-        self._policy, self._weights, self._distribution, self._config = policy, weights, distribution, config
-
-    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The scalar to minimise, and the metrics of _NAMES but the last as a vector without gradient."""
-        config = self._config
+    def _losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """The terms of PPO's equation 9 on a minibatch: policy (with the entropy bonus) and value; and log r [n]."""
         found = self._policy(self._weights, batch.observations)
-        outputs = self._distribution.outputs(found, len(batch.returns))
-        logprobs, entropies = self._distribution.log_prob_and_entropy(outputs, batch.actions)
-        policy_loss, log_ratio, ratio = surrogate(logprobs, batch, config)
-        value_loss = squared_error(found[VALUE].reshape(-1), batch, config.clip_range_vf)
-        entropy = entropies.mean()
-        total = policy_loss + config.vf_coef * value_loss - config.ent_coef * entropy
+        outputs = self._distribution.outputs(found, len(batch))
+        log_ratio = self._distribution.log_prob(outputs, batch.actions) - batch.logprobs
+        policy_loss = surrogate(log_ratio, batch.advantages, self._config)
+        if self._config.ent_coef:
+            policy_loss = policy_loss - self._config.ent_coef * self._distribution.entropy(outputs).mean()
+        return policy_loss, squared_error(found[VALUE].reshape(-1), batch, self._config.clip_range_vf), log_ratio
+
+    def _entropy(self, batch: Batch) -> float:
         with torch.no_grad():
-            kl = (ratio - 1 - log_ratio).mean()
-            clipped = ((ratio - 1).abs() > config.clip_range).float().mean()
-            return total, torch.stack([policy_loss, value_loss, entropy, kl, clipped])
+            parts = batch.minibatches(_FORWARD_ROWS)
+            found = [self._policy(self._weights, part.observations) for part in parts]
+            rows = [len(part[VALUE]) for part in found]
+            outputs = [self._distribution.outputs(part, n) for part, n in zip(found, rows, strict=True)]
+            sums = [self._distribution.entropy(part).mean() * n for part, n in zip(outputs, rows, strict=True)]
+            return float(torch.stack(sums).sum()) / len(batch)
+
+    def _too_far(self, log_ratio: Tensor) -> bool:
+        target = self._config.target_kl
+        return target is not None and float(approximate_kl(log_ratio)) > _KL_SLACK * target
 
 
-def surrogate(logprobs: Tensor, batch: Batch, config: PPOConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """-E[min(r A, clip(r, 1 - eps, 1 + eps) A)], PPO's equation 7 (detail 8); log r [n] and r [n].
+def approximate_kl(log_ratio: Tensor) -> Tensor:
+    """E[(r - 1) - log r], an estimate of KL(old | new) that is never negative (k3 of Schulman 2020; detail 12)."""
+    return (log_ratio.exp() - 1 - log_ratio).mean()
 
-    ``logprobs`` [n] are those of the weights being trained. A is brought to mean 0 and deviation 1 over the minibatch, as
-    asked (detail 7; of one row there is none to bring).
+
+def surrogate(log_ratio: Tensor, advantages_: Tensor, config: PPOConfig) -> Tensor:
+    """-E[min(r A, clip(r, 1 - eps, 1 + eps) A)], PPO's equation 7 (detail 8), r = exp(log pi_new - log pi_old).
+
+    A is brought to mean 0 and deviation 1 over the minibatch, as asked (detail 7; one row has no deviation).
     """
-    advantage = batch.advantages
-    if config.normalise_advantage and len(advantage) > 1:
-        std, mean = torch.std_mean(advantage)
-        advantage = (advantage - mean) / (std + 1e-8)
-    log_ratio = logprobs - batch.logprobs
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - config.clip_range, 1 + config.clip_range)
-    return -torch.minimum(ratio * advantage, clipped * advantage).mean(), log_ratio, ratio
+    if config.normalise_advantage and len(advantages_) > 1:
+        std, mean = torch.std_mean(advantages_)
+        advantages_ = (advantages_ - mean) / (std + 1e-8)
+    # For either sign of A, clip(r) A is less than r A only where r A exceeds (1 + sign(A) eps) A: one bound without r
+    # (Achiam 2018, "Simplified PPO-Clip objective").
+    bound = torch.add(advantages_, advantages_.abs(), alpha=config.clip_range)
+    return -torch.minimum(log_ratio.exp() * advantages_, bound).mean()
 
 
 def squared_error(values: Tensor, batch: Batch, clip_range: float | None) -> Tensor:
@@ -173,11 +218,10 @@ def squared_error(values: Tensor, batch: Batch, clip_range: float | None) -> Ten
 
     No factor of one half, as in SB3: vf_coef of published settings counts on that.
     """
-    error = (values - batch.returns).square()
-    if clip_range is not None:
-        near = batch.values + (values - batch.values).clamp(-clip_range, clip_range)
-        error = torch.maximum(error, (near - batch.returns).square())
-    return error.mean()
+    if clip_range is None:
+        return torch.nn.functional.mse_loss(values, batch.returns)
+    near = batch.values + (values - batch.values).clamp(-clip_range, clip_range)
+    return torch.maximum((values - batch.returns).square(), (near - batch.returns).square()).mean()
 
 
 def _observed(weights: Mapping[str, Tensor], trajectories: Sequence[Mapping[str, Tensor]]) -> Tensors:
@@ -189,17 +233,3 @@ def _observed(weights: Mapping[str, Tensor], trajectories: Sequence[Mapping[str,
     for moments in seen:
         total = total.merged(moments)
     return total.tensors(OBSERVATIONS)
-
-
-def _metrics(records: list[Tensor], batch: Batch, stopped: bool, config: PPOConfig) -> dict[str, float]:
-    """Means over the steps that were taken; ``explained_variance`` is 1 - Var(R - V) / Var(R) before the update."""
-    means = torch.stack(records).mean(dim=0).tolist() if records else [0.0] * len(_NAMES)
-    spread = float(batch.returns.var(correction=0))
-    unexplained = float((batch.returns - batch.values).var(correction=0))
-    return dict(zip(_NAMES, means, strict=True)) | {
-        "explained_variance": 1 - unexplained / spread if spread else 0.0,
-        "optimizer_steps": float(len(records)),
-        "transitions": float(len(batch.returns)),
-        "stopped_early": float(stopped),
-        "learning_rate": config.learning_rate,
-    }

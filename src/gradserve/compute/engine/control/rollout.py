@@ -54,7 +54,7 @@ _ENDLESS = 1_000_000
 
 
 class Policy(Protocol):
-    """weights, observations [n, ...] -> ``value`` [n] and the outputs of the action distribution (see distributions)."""
+    """weights, observations [n, ...] -> ``value`` [n] and the outputs of a distribution of actions (see there)."""
 
     def __call__(self, weights: Mapping[str, Tensor], observations: Tensor, /) -> Mapping[str, Tensor]: ...
 
@@ -284,7 +284,7 @@ def _log_probs(distribution: ActionDistribution, taken: _Taken) -> Tensor:
         for name, first in taken.outputs[0].items()
     }
     actions = torch.from_numpy(taken.actions.reshape(T * n, columns))
-    return distribution.log_prob_and_entropy(outputs, actions)[0].view(T, n)
+    return distribution.log_prob(outputs, actions).view(T, n)
 
 
 def _episodes(rewards: Doubles, ended: Bools, valid: Bools, state: _State) -> EpisodeStats:
