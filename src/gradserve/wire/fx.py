@@ -427,7 +427,19 @@ _FUNCTIONAL: Final = {
 """Parameters of torch.nn.functional's functions after the first one."""
 _KEYWORDS: Final = {"input": "self", "input1": "self", "axis": "dim", "keepdims": "keepdim"}
 _UNUSED: Final = frozenset(
-    ["inplace", "size_average", "reduce", "out", "requires_grad", "generator", "pin_memory", "device", "layout", "_stacklevel", "_unweighted"]
+    [
+        "inplace",
+        "size_average",
+        "reduce",
+        "out",
+        "requires_grad",
+        "generator",
+        "pin_memory",
+        "device",
+        "layout",
+        "_stacklevel",
+        "_unweighted",
+    ]
 )
 _IGNORED: Final = frozenset(["device", "_stacklevel"])
 """Of those above, what may be given and makes no difference here."""

@@ -10,6 +10,7 @@ from gradserve.gateway.graphs import check_loss, keep
 from gradserve.gateway.submit import accept, future_of, live_session, make_op
 from gradserve.gateway.validate.models import sequence
 from gradserve.wire import graph as ir
+from gradserve.wire.fx import translate
 from gradserve.wire.ops import CreateLoss
 
 
@@ -18,8 +19,6 @@ async def create_custom_loss(call: Call) -> Response:
     body = await call.json(CreateCustomLossBody)
     seq = sequence(body.custom_loss_seq_id, "custom_loss_seq_id", 0)
     session = await live_session(call, body.session_id)
-    from gradserve.wire.fx import translate
-
     graph = translate(body.name, body.inputs, body.graph)
     ir.check_structure(graph)
     check_loss(graph)

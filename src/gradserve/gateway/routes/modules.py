@@ -19,7 +19,7 @@ from gradserve.gateway.bodies import (
 from gradserve.gateway.call import Api, Call, answer_json, decode_msgpack
 from gradserve.gateway.graphs import keep, kept
 from gradserve.gateway.routes.models import run_id_of
-from gradserve.gateway.submit import accept, future_of, live_session, make_op, submit_to_run
+from gradserve.gateway.submit import accept, future_of, known_run, live_session, make_op, submit_to_run
 from gradserve.gateway.validate.models import adam_params, metadata, seed_or_drawn, sequence, sgd_params
 from gradserve.gateway.validate.modules import check_arrays, check_policy, check_weights, module_graph
 from gradserve.store.base import Run
@@ -148,6 +148,17 @@ async def _evaluate(call: Call, run: Run, body: EvaluateBody) -> OpBody:
     )
 
 
+async def weights(call: Call) -> Response:
+    """The newest weights of a run as a safetensors file: of a module its parameters and buffers."""
+    run = await known_run(call, call.path("run_id"), "run_id")
+    if run.weights is None:
+        raise Invalid("run.not_created", f"{run.id} is still being made.", field="run_id", fix="Ask again.")
+    digest = run.weights
+    content = await asyncio.to_thread(lambda: call.gateway.objects.verified_path(digest).read_bytes())
+    headers = {"x-gradserve-weights": digest, "x-gradserve-version": str(run.version)}
+    return Response(content, media_type="application/octet-stream", headers=headers)
+
+
 async def _graph_of(call: Call, run: Run, digest: str) -> Graph:
     """A graph of the tenant's for a run that trains a module. Raises Invalid, NotFound."""
     if run.graph is None:
@@ -168,5 +179,6 @@ ROUTES = [
     Api("POST", "/gradserve/rollout", rollout, RolloutBody),
     Api("POST", "/gradserve/update", update, UpdateBody),
     Api("POST", "/gradserve/evaluate", evaluate, EvaluateBody),
+    Api("GET", "/gradserve/runs/{run_id}/weights", weights),
 ]
 """The routes of this file."""
