@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from gradserve.wire.control import EnvSpec, EpisodeStats, PPOConfig, RolloutSpec
+from gradserve.wire.control import EnvSpec, EpisodeStats, PPOConfig, RolloutSpec, SpaceSpec
 from gradserve.wire.data import Array, Row
 from gradserve.wire.ops import AdamParams, LoraConfig, Sample, SgdParams
 from gradserve.wire.results import ForwardBackwardResult, SampleResult
@@ -179,14 +179,18 @@ class RolloutTask(msgspec.Struct, frozen=True, tag="rollout"):
 
 
 class UpdateTask(msgspec.Struct, frozen=True, tag="update"):
-    """PPO on trajectories that this policy made in ``env`` -> ``weights``, ``moments`` (the environments' states too)."""
+    """PPO on trajectories that this policy made -> ``weights``, ``moments`` (the environments' states too).
+
+    Actions are of ``space``, or of the environment ``env``.
+    """
 
     id: str
     graph: Digest
     weights: Digest
     moments: Digest | None
     trajectories: list[Digest]
-    env: EnvSpec
+    space: SpaceSpec | None
+    env: EnvSpec | None
     config: PPOConfig
     seed: int
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from gradserve.wire.control import EnvSpec, PPOConfig, RolloutSpec
+from gradserve.wire.control import EnvSpec, PPOConfig, RolloutSpec, SpaceSpec
 from gradserve.wire.data import Array, Row
 
 LORA_ALPHA = 32.0
@@ -200,11 +200,21 @@ class Rollout(msgspec.Struct, frozen=True, tag="rollout"):
     spec: RolloutSpec
 
 
+class PutTrajectory(msgspec.Struct, frozen=True, tag="put_trajectory"):
+    """A trajectory that was made on the client accumulates, as a Rollout's do; ``trajectory`` is its object."""
+
+    trajectory: str
+
+
 class UpdatePolicy(msgspec.Struct, frozen=True, tag="update_policy"):
-    """A step: PPO on the trajectories that have accumulated, made in ``env``. ``seed`` draws the minibatches."""
+    """A step: PPO on the trajectories that have accumulated. ``seed`` draws the minibatches.
+
+    Actions are of ``space``, or of the environment ``env``: one of them is given.
+    """
 
     graph: str
-    env: EnvSpec
+    space: SpaceSpec | None
+    env: EnvSpec | None
     config: PPOConfig
     seed: int
 
@@ -238,7 +248,7 @@ def module_graph(base: str) -> str | None:
     return base.removeprefix(MODULE) if base.startswith(MODULE) else None
 
 
-ModuleOp = CreateModule | ApplyGraph | Rollout | UpdatePolicy | Evaluate
+ModuleOp = CreateModule | ApplyGraph | Rollout | PutTrajectory | UpdatePolicy | Evaluate
 TrainingOp = CreateModel | ForwardBackward | OptimStep | SaveWeights | SaveForSampling | LoadWeights
 OpBody = CreateLoss | Sample | TrainingOp | ModuleOp
 OpKind = Literal[
@@ -253,6 +263,7 @@ OpKind = Literal[
     "create_module",
     "apply_graph",
     "rollout",
+    "put_trajectory",
     "update_policy",
     "evaluate",
 ]
