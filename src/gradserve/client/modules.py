@@ -16,7 +16,7 @@ from tinker import ServiceClient
 
 from gradserve.client.connect import LOCAL_KEY
 from gradserve.client.http import Connection
-from gradserve.wire.control import EnvSpec, PPOConfig, RolloutSpec
+from gradserve.wire.control import EnvSpec, PPOConfig, RolloutSpec, SpaceSpec
 from gradserve.wire.data import Array
 from gradserve.wire.ops import AdamParams, SgdParams
 from gradserve.wire.results import GraphResult
@@ -123,7 +123,7 @@ class ModuleClient:
         return self._keep(self._connection, graph)
 
     def apply(self, arrays: Arrays, graph: str | None = None, *, backward: bool = False) -> ModuleFuture:
-        """Run a graph (by hash; default: the forward graph) on arrays; with ``backward`` its loss's gradient accumulates.
+        """Run a graph (by hash; default: the forward graph) on arrays; ``backward``: its loss's gradient accumulates.
 
         The result is a GraphResult.
         """
@@ -144,11 +144,18 @@ class ModuleClient:
         """Let the policy act; ``episodes`` of the result are those that ended."""
         return self._submit("gradserve/rollout", {"graph": self.graph, "spec": msgspec.to_builtins(spec)})
 
-    def update(self, env: EnvSpec, config: PPOConfig, seed: int | None = None) -> ModuleFuture:
-        """PPO on the trajectories that wait. ``seed`` draws the minibatches; None: by the request's number."""
+    def put_trajectory(self, trajectory: bytes) -> ModuleFuture:
+        """Send a trajectory that was made here (docs/reference/control.md); it waits for an update."""
+        return self._submit("gradserve/trajectory", {"trajectory": trajectory}, packed=True)
+
+    def update(self, actions: EnvSpec | SpaceSpec, config: PPOConfig, seed: int | None = None) -> ModuleFuture:
+        """PPO on the trajectories that wait; ``actions`` are those of an environment, or of a space.
+
+        ``seed`` draws the minibatches; None: by the request's number.
+        """
         body = {
             "graph": self.graph,
-            "env": msgspec.to_builtins(env),
+            "env" if isinstance(actions, EnvSpec) else "space": msgspec.to_builtins(actions),
             "config": msgspec.to_builtins(config),
             "seed": seed,
         }

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from gradserve.wire.control import EnvSpec, PPOConfig, RolloutSpec
+from gradserve.wire.control import EnvSpec, PPOConfig, RolloutSpec, SpaceSpec
 from gradserve.wire.data import Array
 from gradserve.wire.ops import AdamParams, SgdParams
 
@@ -339,14 +339,24 @@ class RolloutBody(Strict, frozen=True, kw_only=True):
 
 
 class UpdateBody(Strict, frozen=True, kw_only=True):
-    """POST gradserve/update. ``env`` is the one that the trajectories were made in."""
+    """POST gradserve/update. ``env`` is the one that the trajectories were made in; ``space`` its space of actions, if
+    it is one that the server does not have."""
 
     model_id: str
     seq_id: int
     graph: str
-    env: EnvSpec
+    env: EnvSpec | None = None
+    space: SpaceSpec | None = None
     config: PPOConfig
     seed: int | None = None
+
+
+class TrajectoryBody(Strict, frozen=True, kw_only=True):
+    """POST gradserve/trajectory, msgpack. ``trajectory`` is a safetensors file (docs/reference/control.md)."""
+
+    model_id: str
+    seq_id: int
+    trajectory: bytes
 
 
 class EvaluateBody(Strict, frozen=True, kw_only=True):

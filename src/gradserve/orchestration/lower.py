@@ -34,6 +34,7 @@ from gradserve.wire.ops import (
     LoadWeights,
     OpBody,
     OptimStep,
+    PutTrajectory,
     Rollout,
     Sample,
     SaveForSampling,
@@ -70,7 +71,7 @@ def _steps(op_id: str, body: OpBody, run: Run | None, task_tokens: int) -> tuple
             return _optim_step(op_id, body, _existing(run))
         case SaveWeights():
             return (_persist(body, _existing(run)),)
-        case SaveForSampling() | LoadWeights() | CreateModule():
+        case SaveForSampling() | LoadWeights() | CreateModule() | PutTrajectory():
             return ()
         case ApplyGraph() | Rollout() | UpdatePolicy() | Evaluate():
             return _module_steps(op_id, body, _existing(run))
@@ -116,7 +117,7 @@ def _module_steps(op_id: str, body: ApplyGraph | Rollout | UpdatePolicy | Evalua
                     "update.nothing", "There are no trajectories to learn from.", fix="Send a rollout first."
                 )
             task = UpdateTask(
-                f"{op_id}/0", body.graph, weights, moments, trajectories, body.env, body.config, body.seed
+                f"{op_id}/0", body.graph, weights, moments, trajectories, body.space, body.env, body.config, body.seed
             )
             return (Compute(task),)
         case Evaluate():

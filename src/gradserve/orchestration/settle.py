@@ -38,6 +38,7 @@ from gradserve.wire.ops import (
     LoadWeights,
     OpBody,
     OptimStep,
+    PutTrajectory,
     Rollout,
     Sample,
     SaveForSampling,
@@ -273,6 +274,13 @@ def _rollout(context: Context, outcomes: Sequence[Done]) -> Settlement:
     return msgspec.structs.replace(_answer_episodes(context, stats), run=update, metrics=history)
 
 
+def _put_trajectory(context: Context, outcomes: Sequence[Done]) -> Settlement:
+    body, run = context.body, _run(context)
+    assert isinstance(body, PutTrajectory)
+    update = _update(run, gradients=(*run.gradients, (context.op.seq, body.trajectory)))
+    return msgspec.structs.replace(_done(context, {"version": run.version}), run=update)
+
+
 def _evaluate(context: Context, outcomes: Sequence[Done]) -> Settlement:
     run, stats = _run(context), _episodes(outcomes)
     return msgspec.structs.replace(
@@ -408,6 +416,7 @@ _SETTLERS = {
     CreateModule: _create_module,
     ApplyGraph: _apply_graph,
     Rollout: _rollout,
+    PutTrajectory: _put_trajectory,
     UpdatePolicy: _optim_step,
     Evaluate: _evaluate,
     CreateLoss: _create_loss,

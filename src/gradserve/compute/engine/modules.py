@@ -112,7 +112,7 @@ class Modules:
             [trajectory.tensors for trajectory in trajectories],
             task.config,
             task.seed,
-            self._action_space(task.env),
+            task.space or self._action_space(task.env),
             self._graphs.get(task.graph).graph.names("buffer"),
         )
         for trajectory in trajectories:
@@ -135,8 +135,10 @@ class Modules:
         usage = Usage(compute_us=_elapsed_us(started), env_steps=stats.env_steps)
         return Done(task.id, usage, episodes=stats)
 
-    def _action_space(self, env: EnvSpec) -> SpaceSpec:
+    def _action_space(self, env: EnvSpec | None) -> SpaceSpec:
         """Environments are made to be asked for their spaces; once is enough."""
+        if env is None:
+            raise Invalid("bad_control", "neither env nor space says what the actions are.", field="space")
         key = msgspec.json.encode(env, order="deterministic")
         if key not in self._spaces:
             _, self._spaces[key] = spaces_of(env)

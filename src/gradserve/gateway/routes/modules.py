@@ -14,6 +14,7 @@ from gradserve.gateway.bodies import (
     GraphBody,
     RolloutBody,
     StepBody,
+    TrajectoryBody,
     UpdateBody,
 )
 from gradserve.gateway.call import Api, Call, answer_json, decode_msgpack
@@ -21,7 +22,7 @@ from gradserve.gateway.graphs import keep, kept
 from gradserve.gateway.routes.models import run_id_of
 from gradserve.gateway.submit import accept, future_of, known_run, live_session, make_op, submit_to_run
 from gradserve.gateway.validate.models import adam_params, metadata, seed_or_drawn, sequence, sgd_params
-from gradserve.gateway.validate.modules import check_arrays, check_policy, check_weights, module_graph
+from gradserve.gateway.validate.modules import check_arrays, check_policy, check_trajectory, check_weights, module_graph
 from gradserve.store.base import Run
 from gradserve.wire.control import validate_env, validate_ppo, validate_rollout
 from gradserve.wire.errors import Invalid
@@ -32,6 +33,7 @@ from gradserve.wire.ops import (
     Evaluate,
     OpBody,
     OptimStep,
+    PutTrajectory,
     Rollout,
     UpdatePolicy,
     module_base,
@@ -119,10 +121,26 @@ async def update(call: Call) -> Response:
 
 
 async def _update(call: Call, run: Run, body: UpdateBody) -> OpBody:
-    validate_env(body.env)
+    if (body.env is None) == (body.space is None):
+        raise Invalid("update.actions", "Exactly one of env and space is needed.", field="env")
+    if body.env is not None:
+        validate_env(body.env)
     validate_ppo(body.config)
     check_policy(await _graph_of(call, run, body.graph))
-    return UpdatePolicy(body.graph, body.env, body.config, seed_or_drawn(body.seed, "seed", run.id, body.seq_id))
+    seed = seed_or_drawn(body.seed, "seed", run.id, body.seq_id)
+    return UpdatePolicy(body.graph, body.space, body.env, body.config, seed)
+
+
+async def put_trajectory(call: Call) -> Response:
+    """A trajectory made on the client, in an environment of its own; it waits for an update."""
+    return await submit_to_run(call, "put_trajectory", TrajectoryBody, _trajectory, decode_msgpack)
+
+
+async def _trajectory(call: Call, run: Run, body: TrajectoryBody) -> OpBody:
+    if run.graph is None:
+        raise _no_module(run)
+    check_trajectory(body.trajectory)
+    return PutTrajectory(await asyncio.to_thread(_put, call, body.trajectory))
 
 
 async def evaluate(call: Call) -> Response:
@@ -162,13 +180,17 @@ async def weights(call: Call) -> Response:
 async def _graph_of(call: Call, run: Run, digest: str) -> Graph:
     """A graph of the tenant's for a run that trains a module. Raises Invalid, NotFound."""
     if run.graph is None:
-        raise Invalid(
-            "run.no_module",
-            f"{run.id} trains a language model, not a module.",
-            field="model_id",
-            fix="Use forward_backward, sample and their like.",
-        )
+        raise _no_module(run)
     return await kept(call, digest, "graph")
+
+
+def _no_module(run: Run) -> Invalid:
+    return Invalid(
+        "run.no_module",
+        f"{run.id} trains a language model, not a module.",
+        field="model_id",
+        fix="Use forward_backward, sample and their like.",
+    )
 
 
 ROUTES = [
@@ -177,6 +199,7 @@ ROUTES = [
     Api("POST", "/gradserve/apply", apply),
     Api("POST", "/gradserve/optim_step", optim_step, StepBody),
     Api("POST", "/gradserve/rollout", rollout, RolloutBody),
+    Api("POST", "/gradserve/trajectory", put_trajectory),
     Api("POST", "/gradserve/update", update, UpdateBody),
     Api("POST", "/gradserve/evaluate", evaluate, EvaluateBody),
     Api("GET", "/gradserve/runs/{run_id}/weights", weights),

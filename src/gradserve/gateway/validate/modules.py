@@ -28,7 +28,7 @@ def module_graph(text: str) -> Graph:
 
 def check_weights(weights: bytes, graph: Graph) -> None:
     """Raises Invalid unless a safetensors file holds exactly the graph's parameters and buffers."""
-    found = _header(weights)
+    found = _header(weights, "weights")
     wanted = {given.name: given for given in graph.inputs if given.kind != "input"}
     for name in sorted(wanted.keys() | found.keys()):
         field = f"weights.{name}"
@@ -45,23 +45,53 @@ def check_weights(weights: bytes, graph: Graph) -> None:
             )
 
 
-def _header(weights: bytes) -> dict[str, tuple[str, list[int]]]:
+def _header(file: bytes, field: str) -> dict[str, tuple[str, list[int]]]:
     """Dtype and shape of each tensor in a safetensors file. Raises Invalid unless the file is whole."""
     try:
-        (size,) = struct.unpack("<Q", weights[:8])
-        header: dict[str, Any] = json.loads(weights[8 : 8 + size])
+        (size,) = struct.unpack("<Q", file[:8])
+        header: dict[str, Any] = json.loads(file[8 : 8 + size])
         header.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         found = {name: (_DTYPES[entry["dtype"]], list(entry["shape"])) for name, entry in header.items()}
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise Invalid(
-            "weights.malformed",
-            f"weights is no safetensors file of {', '.join(_DTYPES.values())} ({error}).",
-            field="weights",
+            f"{field}.malformed",
+            f"{field} is no safetensors file of {', '.join(_DTYPES.values())} ({error}).",
+            field=field,
         ) from error
-    if len(weights) != 8 + size + end:
-        raise Invalid("weights.malformed", "weights is cut short, or has bytes to spare.", field="weights")
+    if len(file) != 8 + size + end:
+        raise Invalid(f"{field}.malformed", f"{field} is cut short, or has bytes to spare.", field=field)
     return found
+
+
+_TRAJECTORY: Final = {
+    "actions": "float32",
+    "logprobs": "float32",
+    "values": "float32",
+    "next_values": "float32",
+    "rewards": "float32",
+    "terminated": "bool",
+    "truncated": "bool",
+    "valid": "bool",
+}
+
+
+def check_trajectory(trajectory: bytes) -> None:
+    """Raises Invalid unless a safetensors file holds what an update reads, T steps of n environments alike."""
+    found = _header(trajectory, "trajectory")
+    lead = found["logprobs"][1][:2] if "logprobs" in found else []
+    for name in ("observations", *_TRAJECTORY):
+        field = f"trajectory.{name}"
+        if name not in found:
+            raise Invalid("trajectory.missing", f"The trajectory lacks {name}.", field=field)
+        dtype, shape = found[name]
+        wanted = _TRAJECTORY.get(name, dtype)
+        if dtype != wanted or len(lead) != 2 or shape[:2] != lead:
+            raise Invalid(
+                "trajectory.shape",
+                f"{name} is {dtype}{shape}; it must be {wanted}, [steps, environments, ...] = {lead} like logprobs.",
+                field=field,
+            )
 
 
 def check_arrays(arrays: dict[str, Array], graph: Graph) -> None:
