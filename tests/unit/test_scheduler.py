@@ -14,7 +14,7 @@ import pytest
 from gradserve.compute.catalog import Catalog
 from gradserve.compute.checkpoints import CheckpointFolders
 from gradserve.compute.executor import WorkerState
-from gradserve.compute.objects import ObjectStore
+from gradserve.compute.objects import ObjectCorrupt, ObjectStore
 from gradserve.compute.tasks import (
     Done,
     Failed,
@@ -100,6 +100,11 @@ class ScriptedWorker:
                     self.objects.path(gradient)  # as a worker reads them
                 return Done(task.id, usage, {"gradient": self.objects.put("+".join(task.gradients).encode())})
             case SampleTask():
+                try:
+                    if task.op.weights is not None:
+                        self.objects.verified_path(task.op.weights)  # as a worker reads them
+                except ObjectCorrupt as damaged:
+                    return Failed(task.id, "corrupt", str(damaged))
                 if on_progress is not None and task.stream:
                     for token in TOKENS:
                         on_progress(Progress(task.id, 0, as_tokens([token]), LOGPROB))
@@ -155,9 +160,9 @@ class World:
             self.wakeups.submitted(stored)
         return stored.id
 
-    async def sample(self, seq: int) -> Op:
-        """A sample from the base alone."""
-        body = Sample("tiny", None, as_tokens([1]), 1, SamplingParams(3, seed=0))
+    async def sample(self, seq: int, weights: str | None = None) -> Op:
+        """A sample from the base alone, or from ``weights``."""
+        body = Sample("tiny", weights, as_tokens([1]), 1, SamplingParams(3, seed=0))
         op = Op(f"p:op:{seq}", "t", "s", "p", seq, "sample", encode_body(body), float(seq))
         stored, _ = await self.store.submit(op)
         self.wakeups.submitted(stored)

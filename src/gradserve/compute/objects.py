@@ -18,6 +18,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from gradserve.compute.archive import Archive, ArchiveDamaged, ArchiveError, ArchiveMissing
@@ -61,6 +62,25 @@ def claim(root: Path, data_dir: Path) -> None:
         owner = other / _OWNER
         if owner.is_file() and not Path(owner.read_text()).is_dir():
             shutil.rmtree(other, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """A damaged file that waits for another to take its ``place``. Its bytes may be all that is left of an array."""
+
+    place: Path
+    file: Path
+
+    def put_back(self) -> None:
+        """Nothing better was found, unless there is."""
+        if self.place.exists():
+            self.remove()
+        else:
+            self.file.rename(self.place)
+
+    def remove(self) -> None:
+        """There is a good one now."""
+        self.file.unlink(missing_ok=True)
 
 
 class ObjectStore:
@@ -201,6 +221,15 @@ class ObjectStore:
             durable.unlink()
             self.persist(digest)
         self.discard_fast(digest)
+
+    def set_aside(self, digest: str) -> SetAside | None:
+        """Take an object that is damaged out of the way, so that it can be made again; None when none is durable."""
+        self.discard_fast(digest)
+        durable = self.durable / (digest + SUFFIX)
+        try:
+            return SetAside(durable, durable.rename(durable.with_name(f"{durable.name}.damaged")))
+        except FileNotFoundError:
+            return None
 
     def discard(self, digest: str) -> None:
         """Remove an object from both tiers; one that is not there is fine."""

@@ -32,6 +32,7 @@ from gradserve.orchestration.janitor import Janitor
 from gradserve.orchestration.lanes import Lane
 from gradserve.orchestration.lower import lower, sample_task_id
 from gradserve.orchestration.manifest import Manifests
+from gradserve.orchestration.mending import Mending
 from gradserve.orchestration.program import Compute, Persist, Program
 from gradserve.orchestration.recovery import Recovery, arrays_of, lost, missing, write_folder
 from gradserve.orchestration.replay import Replay
@@ -57,7 +58,7 @@ from gradserve.store.base import (
     Store,
     StoreError,
 )
-from gradserve.store.wakeups import Ask, NameVersion, Rollback, Wakeups
+from gradserve.store.wakeups import Ask, MakeWhole, NameVersion, Role, Rollback, Wakeups
 from gradserve.wire.errors import Conflict, Problem, ServerError, UserError
 from gradserve.wire.ops import LoadWeights, OpBody, Sample, SaveWeights, decode_body
 
@@ -103,7 +104,8 @@ class Scheduler:
         self.alarms = Alarms(store)
         manifests = self._manifests = Manifests(store, catalog, settings)
         replay = Replay(store, objects, self._execute, settings)
-        self._recovery = Recovery(store, objects, folders, replay, manifests, self._held)
+        self._mending = Mending(store, objects, folders, replay, self._held)
+        self._recovery = Recovery(store, objects, folders, replay, manifests, self._mending, self._held)
         self._snapshots = Snapshots(store, objects, manifests, settings, self.alarms, self._held)
         self._archiver = Archiver(objects) if objects.has_archive else None
         self._janitor = Janitor(store, objects, folders, settings, self.in_use, self._hot, self._archiver)
@@ -301,7 +303,7 @@ class Scheduler:
 
     async def _answer(self, ask: Ask, answer: asyncio.Future[Any]) -> None:
         try:
-            found: object = await (self._recovery.name(ask) if isinstance(ask, NameVersion) else self._roll_back(ask))
+            found: object = await self._answer_to(ask)
         except (UserError, ServerError) as error:
             if not answer.done():
                 answer.set_exception(error)
@@ -311,6 +313,16 @@ class Scheduler:
         else:
             if not answer.done():
                 answer.set_result(found)
+
+    async def _answer_to(self, ask: Ask) -> object:
+        match ask:
+            case NameVersion():
+                return await self._recovery.name(ask)
+            case Rollback():
+                return await self._roll_back(ask)
+            case MakeWhole():
+                await self._mending.make_whole(ask)
+                return None
 
     async def _roll_back(self, ask: Rollback) -> Run:
         await self._recovery.run_of(ask.tenant, ask.run_id)
@@ -392,8 +404,14 @@ class Scheduler:
         """The outcomes of an Op; if its run's arrays turn out to be damaged they are computed again first, once."""
         try:
             outcomes = await self._compute_op(op, body, lane, held)
-            if lane is None or (failed := _failure(outcomes)) is None or failed.kind != "corrupt":
+            if (failed := _failure(outcomes)) is None or failed.kind != "corrupt":
                 return outcomes
+            if lane is None:
+                assert isinstance(body, Sample)
+                if body.weights is None:
+                    return outcomes
+                await self._recovery.mend_sampled(op, body.weights)
+                return await self._compute_op(op, body, lane, held)
         except ObjectCorrupt:
             if lane is None:
                 raise
@@ -465,6 +483,9 @@ class Scheduler:
         elif isinstance(body, LoadWeights):
             owner, kind, name = body.path.removeprefix("tinker://").split("/")
             checkpoint = await self._store.get_checkpoint(op.tenant, owner, kind, name)
+            if checkpoint is not None:
+                moments: tuple[Role, ...] = ("optimizer moments",) if body.optimizer else ()
+                await self._mending.make_whole(MakeWhole.of(checkpoint, op.tenant, "weights", *moments))
         return Context(op, body, run, self._settings.prices, time.time(), checkpoint, size)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

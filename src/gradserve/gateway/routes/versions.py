@@ -11,7 +11,7 @@ import msgspec
 from starlette.responses import Response
 
 from gradserve.compute.norms import weight_norms
-from gradserve.compute.objects import ObjectMissing
+from gradserve.compute.objects import ObjectCorrupt, ObjectMissing
 from gradserve.gateway.answers import cursor, page_of
 from gradserve.gateway.bodies import NameBody, RollbackBody
 from gradserve.gateway.call import Api, Call, answer_json, no_content
@@ -21,7 +21,7 @@ from gradserve.gateway.validate.models import checkpoint_name, parse_path, ttl, 
 from gradserve.store.base import Checkpoint, Run
 from gradserve.store.lineage import lineage_of
 from gradserve.store.summary import summary_of
-from gradserve.store.wakeups import NameVersion, Rollback
+from gradserve.store.wakeups import MakeWhole, NameVersion, Rollback
 from gradserve.wire.errors import Invalid, NotFound
 
 MAX_CLIENT_STATE = 1 << 20
@@ -149,15 +149,21 @@ async def get_client_state(call: Call) -> Response:
     """What was kept, or with ``?path=`` what a checkpoint carries; empty when there is nothing."""
     run = await known_run(call, call.path("run_id"), "run_id")
     digest = run.client_state
+    kept = MakeWhole(call.tenant, run.id, run.id, run.version, {} if digest is None else {digest: "client state"})
     if (path := call.query.get("path")) is not None:
         parts = parse_path(path, "path")
         checkpoint = await call.store.get_checkpoint(call.tenant, parts.run_id, parts.kind, parts.name)
         if checkpoint is None:
             raise unknown_checkpoint(path, "path")
         digest = checkpoint.client_state
+        kept = MakeWhole.of(checkpoint, call.tenant, "client state")
     if digest is None:
         return Response(b"", media_type=_BYTES)
-    file = await asyncio.to_thread(call.gateway.objects.verified_path, digest)
+    try:
+        file = await asyncio.to_thread(call.gateway.objects.verified_path, digest)
+    except (ObjectMissing, ObjectCorrupt):
+        await call.gateway.wakeups.ask(kept)
+        file = await asyncio.to_thread(call.gateway.objects.verified_path, digest)
     return Response(await asyncio.to_thread(file.read_bytes), media_type=_BYTES)
 
 
