@@ -131,6 +131,7 @@ def build_app(
                 "phase": worker.phase,
                 "pid": worker.pid,
                 "restarts": worker.restarts,
+                "failed_starts": worker.failed_starts,
                 "peak_rss_bytes": worker.peak_rss_bytes,
                 "last_exit": worker.last_exit.detail if worker.last_exit else None,
             }

@@ -11,6 +11,7 @@ import msgspec
 
 from gradserve.compute.checkpoints import CheckpointFolders
 from gradserve.compute.objects import ObjectCorrupt, ObjectMissing, ObjectStore
+from gradserve.orchestration.dispatch import NoWorkers
 from gradserve.orchestration.held import Held
 from gradserve.orchestration.lanes import Lane
 from gradserve.orchestration.manifest import Manifests
@@ -47,7 +48,7 @@ class Recovery:
     async def recover(self, lane: Lane) -> bool:
         """See to it that the arrays of a lane's run are whole; what is not is computed again.
 
-        False where that can't be done: then ``lane.lost`` says why.
+        False where that can't be done: then ``lane.lost`` says why, or ``lane.postponed`` when it may be done later.
         """
         run, started = lane.run, time.monotonic()
         broken = await asyncio.to_thread(self._broken, arrays_of(run))
@@ -64,6 +65,11 @@ class Recovery:
                 log.error("run %s can't be recovered: %s", run.id, error)
                 await self._tell(run, "weights_lost", str(error))
                 lane.lost = str(error)
+                return False
+            except NoWorkers as error:
+                aside.put_back()
+                log.error("run %s can't be recovered yet: %s", run.id, error)
+                lane.postponed = error
                 return False
             await self._recovered(lane, replayed, time.monotonic() - started)
         aside.remove()
@@ -166,7 +172,7 @@ class Recovery:
             )
             event = _event(run, "rolled_back", f"from step {run.version} to step {state.version}")
             await self._store.restore(run.tenant, _update_to(state), version, event)
-            lane.run, lane.lost = with_state_of(run, state), None
+            lane.run, lane.lost, lane.postponed = with_state_of(run, state), None, None
 
     async def run_of(self, tenant: str, run_id: str) -> Run:
         """The tenant's run. Raises NotFound."""

@@ -225,6 +225,13 @@ class Scheduler:
             self._launch(lane)
 
     def _launch(self, lane: Lane) -> None:
+        if lane.postponed is not None and lane.waiting and not lane.running and lane.resumed.is_set():
+            lane.postponed = None
+            lane.resumed.clear()
+            self._spawn(self._recover(lane))
+        self._start_ready(lane)
+
+    def _start_ready(self, lane: Lane) -> None:
         for op in lane.start_ready():
             self._spawn(self._run_op(op, lane))
 
@@ -348,7 +355,7 @@ class Scheduler:
     async def _recover(self, lane: Lane) -> None:
         await self._recovery.recover(lane)
         lane.resumed.set()
-        self._launch(lane)
+        self._start_ready(lane)  # also when it was postponed: then they are told so
 
     def _moved(self, task: Task, queue: str, loss: WorkerLost, seconds: float) -> None:
         """A Task whose worker was lost is in the hands of another."""
@@ -470,6 +477,8 @@ class Scheduler:
     async def _check_arrays(self, lane: Lane | None, body: OpBody, run: Run | None) -> None:
         """Say it when arrays are gone for good, instead of failing in a worker."""
         if run is not None and not isinstance(body, LoadWeights) and await missing(self._objects, arrays_of(run)):
+            if lane is not None and lane.postponed is not None:
+                raise lane.postponed
             raise lost(lane.lost if lane is not None and lane.lost else "they are in no store")
 
     async def _context(self, op: Op, body: OpBody, run: Run | None) -> Context:
