@@ -122,20 +122,20 @@ class Scheduler:
             self._spawn(self._archiver.run())
         self._launch_all()
 
-    async def close(self) -> None:
-        """Stop; Ops that had not ended stay in the journal. Makes what runs need durable (see ``park``)."""
+    async def close(self) -> bool:
+        """Stop; Ops that had not ended stay in the journal. ``park``; whether that could be done."""
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._dispatcher.close()
-        await self.park()
+        return await self.park()
 
     async def sweep(self) -> None:
         """Let the janitor make a round now."""
         await self._janitor.sweep()
 
-    async def park(self) -> None:
-        """Copy all live arrays to the durable tier, so that shared memory can be given back."""
+    async def park(self) -> bool:
+        """Copy all live arrays to the durable tier. Then shared memory can be given back; False: it must stay."""
         for digest in await self._store.live_digests() | self.in_use():
             try:
                 await asyncio.to_thread(self._objects.persist, digest)
@@ -143,6 +143,12 @@ class Scheduler:
                 continue
             except ObjectCorrupt as corrupt:
                 log.error("not kept over the restart: %s", corrupt)
+            except OSError as error:
+                log.error(
+                    "not all arrays could be copied to disk; shared memory keeps them for the next start: %s", error
+                )
+                return False
+        return True
 
     @contextlib.contextmanager
     def stream(self, op_id: str) -> Iterator[TokenStream]:
