@@ -25,6 +25,7 @@ from gradserve.compute.archive import Archive, ArchiveDamaged, ArchiveError, Arc
 from gradserve.compute.files import copy_whole, sha256_of, whole_file
 
 SUFFIX = ".safetensors"
+_DAMAGED = ".damaged"
 _OWNER = "owner"
 
 log = logging.getLogger(__name__)
@@ -227,7 +228,7 @@ class ObjectStore:
         self.discard_fast(digest)
         durable = self.durable / (digest + SUFFIX)
         try:
-            return SetAside(durable, durable.rename(durable.with_name(f"{durable.name}.damaged")))
+            return SetAside(durable, durable.rename(durable.with_name(durable.name + _DAMAGED)))
         except FileNotFoundError:
             return None
 
@@ -274,10 +275,12 @@ class ObjectStore:
         return self.fast / (digest + SUFFIX), self.durable / (digest + SUFFIX)
 
     def sweep_temporary(self) -> None:
-        """Remove what an interrupted writer left. Only when no worker is running."""
+        """Undo what an interrupted writer or mender left. Only when no worker is running."""
         for root in (self.fast, self.durable):
             for file in root.glob("*.tmp"):
                 file.unlink(missing_ok=True)
+        for file in self.durable.glob(f"*{_DAMAGED}"):
+            SetAside(file.with_suffix(""), file).put_back()
 
 
 def copy_out(digest: str, target: Path, roots: Sequence[Path], archive: Archive | None = None) -> None:

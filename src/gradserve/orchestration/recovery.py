@@ -71,8 +71,11 @@ class Recovery:
                 log.error("run %s can't be recovered yet: %s", run.id, error)
                 lane.postponed = error
                 return False
-            await self._recovered(lane, replayed, time.monotonic() - started)
-        aside.remove()
+            same = await self._recovered(lane, replayed, time.monotonic() - started)
+        if same:
+            aside.remove()
+        else:
+            aside.put_back()  # a kept state may be these arrays
         return True
 
     def _broken(self, digests: Iterable[str]) -> list[str]:
@@ -89,17 +92,19 @@ class Recovery:
                 broken.append(digest)
         return broken
 
-    async def _recovered(self, lane: Lane, replayed: Replayed, seconds: float) -> None:
+    async def _recovered(self, lane: Lane, replayed: Replayed, seconds: float) -> bool:
+        """Take the state up; whether it has the bits that were lost."""
         run, state = lane.run, replayed.run
         what = f"{replayed.ops} requests run again from {replayed.origin}, 0 steps lost, {seconds:.1f} s, not billed"
         if arrays_of(state) == arrays_of(run):
             await self._tell(run, "recovered", what)
             await self._keep_again(run)
-            return
+            return True
         # Other bits: merged passes or another machine. The state is right to the bounds of docs/reference/numerics.md.
         event = _event(run, "recovered_differently", f"{what}; the last bits of the weights differ from before")
         await self._store.restore(run.tenant, _update_to(state), None, event)
         lane.run = with_state_of(run, state)
+        return False
 
     async def _keep_again(self, run: Run) -> None:
         """Named or durable states of the run that share the arrays are whole again too."""
