@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gradserve.compute.archive import Archive
-from gradserve.compute.catalog import Catalog
-from gradserve.compute.checkpoints import CheckpointFolders
 from gradserve.compute.objects import ObjectStore
-from gradserve.orchestration.mending import relink
 from gradserve.store.base import Checkpoint, Op, SamplingSession
 from gradserve.store.wakeups import MakeWhole
 from gradserve.wire.errors import Problem, ServerError
@@ -207,18 +203,16 @@ def test_others_hear_nothing_of_a_tenants_states(tmp_path: Path) -> None:
 
 
 def test_a_folder_gets_what_the_archive_gave_back(tmp_path: Path) -> None:
-    archive = Archive((tmp_path / "nas").as_uri())
-    objects = ObjectStore(tmp_path / "fast", tmp_path / "durable", archive)
-    folders = CheckpointFolders(tmp_path / "checkpoints", objects, Catalog([]))
-    weights = objects.put(b"weights")
-    objects.persist(weights)
-    objects.archive(weights)
-    kept = Checkpoint("r", "t", "weights", "a", "tiny", LORA, 1, weights, None, 7, time.time())
-    file = folders.write("r", "weights", "a", "tiny", LORA, weights, None) / "adapter_model.safetensors"
-    objects.discard_fast(weights)
-    flip_a_bit(file)
-    objects.verified_path(weights)
-    assert file.read_bytes() != b"weights"
-    relink(folders, kept)
-    assert file.read_bytes() == b"weights"
-    assert file.samefile(objects.durable / f"{weights}.safetensors")
+    async def story(world: World) -> None:
+        _, kept = await two_saved_states(world)
+        no_replays(world)
+        world.objects._archive = Archive((tmp_path / "nas").as_uri())
+        world.objects.archive(kept.weights)
+        file = in_folder(world, "adapter_model.safetensors")
+        whole = file.read_bytes()
+        flip_a_bit(file)
+        assert (await load(world, "b")).state == "done"
+        assert file.read_bytes() == whole
+        assert file.samefile(durable(world, kept.weights))
+
+    play(tmp_path, story)

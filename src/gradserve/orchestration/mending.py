@@ -72,9 +72,11 @@ class Mending:
     async def make_whole(self, kept: MakeWhole) -> None:
         """See to it that the objects of ``kept`` are whole, in the local tiers.
 
-        Raises ServerError (checkpoint.corrupt, checkpoint.lost) that names the file and the next older good state.
+        Raises NoRoom, or ServerError (checkpoint.corrupt, checkpoint.lost) that names the file and the next older good
+        state.
         """
         if not (await asyncio.to_thread(self._faults, kept)).all():
+            await self.keep_again(kept.run_id, set(kept.roles))  # the archive may just have given one
             return
         async with self._one_at_a_time:
             faults = await asyncio.to_thread(self._faults, kept)
