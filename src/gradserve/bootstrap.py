@@ -117,12 +117,12 @@ def build_app(
         await scheduler.start()
         on_start()
         yield
-        await scheduler.close()
+        parked = await scheduler.close()
         await executor.close()
         ours = await store.is_ours()
         await store.close()
-        if ours:  # a server that was taken over leaves what is the other's now
-            shutil.rmtree(objects.fast, ignore_errors=True)  # all that is needed was parked on disk
+        if ours and parked:  # a server that was taken over leaves what is the other's now
+            shutil.rmtree(objects.fast, ignore_errors=True)
 
     def health() -> dict[str, object]:
         workers = [
@@ -131,6 +131,7 @@ def build_app(
                 "phase": worker.phase,
                 "pid": worker.pid,
                 "restarts": worker.restarts,
+                "failed_starts": worker.failed_starts,
                 "peak_rss_bytes": worker.peak_rss_bytes,
                 "last_exit": worker.last_exit.detail if worker.last_exit else None,
             }

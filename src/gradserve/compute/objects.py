@@ -18,12 +18,14 @@ import secrets
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from gradserve.compute.archive import Archive, ArchiveDamaged, ArchiveError, ArchiveMissing
 from gradserve.compute.files import copy_whole, sha256_of, whole_file
 
 SUFFIX = ".safetensors"
+_DAMAGED = ".damaged"
 _OWNER = "owner"
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,25 @@ def claim(root: Path, data_dir: Path) -> None:
         owner = other / _OWNER
         if owner.is_file() and not Path(owner.read_text()).is_dir():
             shutil.rmtree(other, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """A damaged file that waits for another to take its ``place``. Its bytes may be all that is left of an array."""
+
+    place: Path
+    file: Path
+
+    def put_back(self) -> None:
+        """Nothing better was found, unless there is."""
+        if self.place.exists():
+            self.remove()
+        else:
+            self.file.rename(self.place)
+
+    def remove(self) -> None:
+        """There is a good one now."""
+        self.file.unlink(missing_ok=True)
 
 
 class ObjectStore:
@@ -202,6 +223,15 @@ class ObjectStore:
             self.persist(digest)
         self.discard_fast(digest)
 
+    def set_aside(self, digest: str) -> SetAside | None:
+        """Take an object that is damaged out of the way, so that it can be made again; None when none is durable."""
+        self.discard_fast(digest)
+        durable = self.durable / (digest + SUFFIX)
+        try:
+            return SetAside(durable, durable.rename(durable.with_name(durable.name + _DAMAGED)))
+        except FileNotFoundError:
+            return None
+
     def discard(self, digest: str) -> None:
         """Remove an object from both tiers; one that is not there is fine."""
         for file in self._places(digest):
@@ -245,10 +275,12 @@ class ObjectStore:
         return self.fast / (digest + SUFFIX), self.durable / (digest + SUFFIX)
 
     def sweep_temporary(self) -> None:
-        """Remove what an interrupted writer left. Only when no worker is running."""
+        """Undo what an interrupted writer or mender left. Only when no worker is running."""
         for root in (self.fast, self.durable):
             for file in root.glob("*.tmp"):
                 file.unlink(missing_ok=True)
+        for file in self.durable.glob(f"*{_DAMAGED}"):
+            SetAside(file.with_suffix(""), file).put_back()
 
 
 def copy_out(digest: str, target: Path, roots: Sequence[Path], archive: Archive | None = None) -> None:
