@@ -137,6 +137,10 @@ class CheckpointFolders:
         if moments is not None:
             _link_or_copy(self._objects.persist(moments), folder / "optimizer.safetensors")
 
+    def has(self, run_id: str, kind: str, name: str) -> bool:
+        """Whether the folder is there."""
+        return folder_of(self._root, run_id, kind, name).is_dir()
+
     def remove(self, run_id: str, kind: str, name: str) -> None:
         """Remove the folder of a deleted checkpoint."""
         shutil.rmtree(folder_of(self._root, run_id, kind, name), ignore_errors=True)

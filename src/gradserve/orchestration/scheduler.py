@@ -26,7 +26,9 @@ from gradserve.compute.objects import ObjectCorrupt, ObjectMissing, ObjectStore
 from gradserve.compute.tasks import Done, Failed, Outcome, SampleTask, Task
 from gradserve.orchestration.alarms import Alarms
 from gradserve.orchestration.archiver import Archiver
+from gradserve.orchestration.database_copier import DatabaseCopier
 from gradserve.orchestration.dispatch import AttemptsExhausted, Dispatcher, TaskCancelled
+from gradserve.orchestration.folders import rebuild_missing
 from gradserve.orchestration.held import Held
 from gradserve.orchestration.janitor import Janitor
 from gradserve.orchestration.lanes import Lane
@@ -105,7 +107,7 @@ class Scheduler:
         replay = Replay(store, objects, self._execute, settings)
         self._recovery = Recovery(store, objects, folders, replay, manifests, self._held)
         self._snapshots = Snapshots(store, objects, manifests, settings, self.alarms, self._held)
-        self._archiver = Archiver(objects) if objects.has_archive else None
+        self._archiver = self._new_archiver()
         self._janitor = Janitor(store, objects, folders, settings, self.in_use, self._hot, self._archiver)
         self._background: set[asyncio.Task[None]] = set()
         executor.on_change = self._dispatcher.pump
@@ -116,6 +118,7 @@ class Scheduler:
             await self._admit(op)
         self._spawn(self._loop())
         self._spawn(self._janitor.run())
+        self._spawn(rebuild_missing(self._store, self._objects, self._folders))
         if self._archiver is not None:
             self._spawn(self._archiver.run())
         self._launch_all()
@@ -127,6 +130,15 @@ class Scheduler:
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._dispatcher.close()
         await self.park()
+        if self._archiver is not None:
+            await self._archiver.close()
+
+    def _new_archiver(self) -> Archiver | None:
+        if self._objects.remote is None:
+            return None
+        scratch = self._settings.data_dir / "archive.tmp"
+        copier = DatabaseCopier(self._store, self._objects.remote, self._held, scratch)
+        return Archiver(self._store, self._objects, copier)
 
     async def sweep(self) -> None:
         """Let the janitor make a round now."""
@@ -264,8 +276,8 @@ class Scheduler:
         self._wakeups.ended(op.id, _as_stored(op, settlement) if first else None)
         if op.id in self._streams:
             self._streams[op.id].close()
-        if op.kind in ("optim_step", "load_weights"):
-            self._janitor.garbage()
+        if op.kind in ("optim_step", "load_weights", "save_weights", "save_for_sampling"):
+            self._janitor.hint()
 
     async def _commit(self, settlement: Settlement) -> bool:
         """Write the end of an Op. While that can't be done (a full disk) its run waits; nothing is lost."""
