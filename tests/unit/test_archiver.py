@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,6 +21,13 @@ from gradserve.orchestration.held import Held
 from gradserve.orchestration.janitor import Janitor
 from gradserve.settings import Settings
 from gradserve.store.sql import SqlStore
+from tests.contract.store_cases import a_version, create_run
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of the database may follow each other at once."""
+    monkeypatch.setattr("gradserve.orchestration.database_copier._PAUSE_PER_S", 0.0)
 
 
 @pytest.fixture
@@ -143,3 +151,101 @@ def test_the_janitor_tells_it(objects: ObjectStore, archive: Archive, monkeypatc
 
     asyncio.run(story())
     assert (archive.has(kept), archive.has(lost)) == (True, False)
+
+
+def copies_of(archive: Archive) -> list[str]:
+    return [name for name in archive.list("database") if name.endswith(".db.zst")]
+
+
+def test_what_a_kept_copy_names_stays_until_that_copy_goes(objects: ObjectStore, archive: Archive) -> None:
+    """A version is dropped and its array is garbage here; three newer copies later it leaves the archive as well."""
+    old = made(objects, b"old")
+    new = [made(objects, b"new %d" % number) for number in range(3)]
+
+    async def story() -> None:
+        async with archiving(objects) as (archiver, store):
+            await create_run(store)
+            await store.put_version(a_version(weights=old, moments=None))
+            await archiver.round()
+            assert archive.has(old)
+            for number, digest in enumerate(new):
+                assert archive.has(old), f"{len(copies_of(archive))} copies, the oldest needs it"
+                await store.put_version(a_version(version=2 + number, weights=digest, moments=None))
+                await store.retain_versions(1, 0.0)
+                objects.discard(old)
+                archiver.sync(wanted={digest}, garbage={old} if number == 0 else set())
+                await archiver.round()
+                await archiver.round()
+            assert not archive.has(old)
+            assert len(copies_of(archive)) == 3
+            assert len(archive.list("manifests")) == 3
+            assert archive.objects() == set(new)
+
+    asyncio.run(story())
+
+
+def test_no_copy_without_something_durable_that_is_new(objects: ObjectStore, archive: Archive) -> None:
+    async def story() -> None:
+        async with archiving(objects) as (archiver, store):
+            await create_run(store)
+            await archiver.round()
+            assert copies_of(archive) == []
+            await store.put_version(a_version(weights=made(objects, b"w"), moments=None))
+            for _ in range(3):
+                await archiver.round()
+            assert len(copies_of(archive)) == 1
+            await archiver.close()
+            assert len(copies_of(archive)) == 2, "an orderly stop keeps what came since"
+
+    asyncio.run(story())
+
+
+def test_a_copy_goes_up_after_what_it_names(
+    objects: ObjectStore, archive: Archive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No upload of the array succeeds: then no copy that names it appears."""
+    refused = ArchiveError("bucket: no answer")
+
+    def refuse(*arguments: Any) -> None:
+        raise refused
+
+    monkeypatch.setattr(archive, "put_object", refuse)
+
+    async def story() -> None:
+        async with archiving(objects) as (archiver, store):
+            await create_run(store)
+            await store.put_version(a_version(weights=made(objects, b"w"), moments=None))
+            with pytest.raises(ArchiveError, match="no answer"):
+                await archiver.round()
+            assert archive.list("database") == []
+
+    asyncio.run(story())
+
+
+def test_a_copy_that_does_not_say_what_it_needs_stops_removals(objects: ObjectStore, archive: Archive) -> None:
+    digest, later = made(objects, b"a"), made(objects, b"b")
+
+    async def story() -> None:
+        async with archiving(objects) as (archiver, store):
+            await create_run(store)
+            await store.put_version(a_version(weights=digest, moments=None))
+            await archiver.round()
+            (needs,) = [name for name in archive.list("database") if name.endswith(".json")]
+            archive.put_text(needs, "{")
+            await store.put_version(a_version(version=2, weights=later, moments=None))
+            archiver.sync(wanted={later}, garbage={digest})
+            await archiver.round()
+            assert archive.has(digest)
+
+    asyncio.run(story())
+
+
+def test_a_hurried_archive_gives_up_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that never answers, at an orderly stop."""
+    archive = Archive(f"memory://{uuid.uuid4().hex}", timeout_s=3600.0, pause_s=0.0)
+    forever = threading.Event()
+    monkeypatch.setattr(type(archive._files), "find", lambda *_: forever.wait())
+    archive.hasten(0.05)
+    with pytest.raises(ArchiveError, match="no answer"):
+        archive.list("database")
+    forever.set()

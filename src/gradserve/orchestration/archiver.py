@@ -35,6 +35,8 @@ class Archiver:
         self._garbage: set[str] = set()
         self._archived: set[str] = set()
         self._changed = asyncio.Event()
+        self._changed.set()  # whose the archive is should be known at the start
+        self._is_ours = False
         self._error: str | None = None
         self._round: asyncio.Future[None] | None = None
 
@@ -91,9 +93,10 @@ class Archiver:
     async def round(self, *, at_once: bool = False) -> None:
         """Do everything that is to be done now, but for damaged objects. Raises ArchiveError at the first fault."""
         due = at_once or await self._copier.due()
-        if not (due or self._waiting or await self._removable()):
+        if self._is_ours and not (due or self._waiting or await self._removable()):
             return
         await self._copier.require_owner()
+        self._is_ours = True
         damaged = await self._upload(self._waiting)
         if due:
             damaged = await self._copy_database() or damaged
