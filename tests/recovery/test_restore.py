@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tinker
 
 from gradserve.compute.objects import shared_memory_root
 from tests.recovery.disaster import Machine, machine
@@ -18,6 +19,9 @@ from tests.s3 import s3_server
 from tests.sdk import client
 
 WAIT_S = 120.0
+
+State = tuple[int, str, str]
+"""Version, digests of weights and moments."""
 
 
 def restore(url: str, data: Path, *more: str) -> subprocess.CompletedProcess[str]:
@@ -37,17 +41,30 @@ def wait_for_copy(here: Machine, since: float) -> None:
         time.sleep(0.2)
 
 
+def save(here: Machine, run: tinker.TrainingClient, name: str) -> str:
+    """The path of a saved state, as soon as it is in the archive."""
+    since = time.time()
+    path: str = run.save_state(name).result().path
+    wait_for_copy(here, since)
+    return path
+
+
 def lose(here: Machine) -> None:
     """The machine with all that is on it."""
     here.cut_power()
     shutil.rmtree(here.data_dir)
 
 
-def undisturbed(models: dict[str, str], data: Path, steps: int) -> tuple[int, str, str]:
-    with machine(models, data) as there:
+@pytest.fixture(scope="module")
+def undisturbed(tiny_models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[State]:
+    """The states of a run that nothing happened to, by steps."""
+    with machine({"tiny": tiny_models["tiny"]}, tmp_path_factory.mktemp("undisturbed")) as there:
         run = new_run(there)
-        train(run, steps)
-        return state_of(there, run)
+        states = [state_of(there, run)]
+        for step in range(4):
+            train(run, 1, first=step)
+            states.append(state_of(there, run))
+        return states
 
 
 @pytest.fixture
@@ -55,14 +72,15 @@ def models(tiny_models: dict[str, str]) -> dict[str, str]:
     return {"tiny": tiny_models["tiny"]}
 
 
-def test_a_saved_state_goes_on_elsewhere_to_the_same_bits(models: dict[str, str], tmp_path: Path) -> None:
+def test_a_saved_state_goes_on_elsewhere_to_the_same_bits(
+    models: dict[str, str], undisturbed: list[State], tmp_path: Path
+) -> None:
     """Killed without warning. Steps after the save are lost with the disk, and are made again."""
     nas = tmp_path / "nas"
     with machine(models, tmp_path / "data", GRADSERVE_ARCHIVE_URL=nas.as_uri()) as here:
         run = new_run(here)
         train(run, 2)
-        path = run.save_state("kept").result().path
-        wait_for_copy(here, time.time() - 60)
+        path = save(here, run, "kept")
         kept = here.get(f"runs/{run.model_id}/versions")["versions"]
         train(run, 1, first=2)
         lose(here)
@@ -87,10 +105,12 @@ def test_a_saved_state_goes_on_elsewhere_to_the_same_bits(models: dict[str, str]
         service = client(there.url)
         resumed = service.create_training_client_from_state_with_optimizer(path).result()
         train(resumed, 2, first=2)
-        assert state_of(there, resumed)[1:] == undisturbed(models, tmp_path / "other", 4)[1:]
+        assert state_of(there, resumed)[1:] == undisturbed[4][1:]
 
 
-def test_after_an_orderly_stop_even_the_script_goes_on(models: dict[str, str], tmp_path: Path) -> None:
+def test_after_an_orderly_stop_even_the_script_goes_on(
+    models: dict[str, str], undisturbed: list[State], tmp_path: Path
+) -> None:
     """Nothing was saved and nothing is lost: the stop archives the newest state, and the same client continues."""
     nas = tmp_path / "nas"
     environment = {"GRADSERVE_ARCHIVE_URL": nas.as_uri()}
@@ -109,7 +129,7 @@ def test_after_an_orderly_stop_even_the_script_goes_on(models: dict[str, str], t
         assert state_of(here, run) == before
         train(run, 1, first=2)
         after = state_of(here, run)
-    assert after == undisturbed(models, tmp_path / "other", 3)
+    assert after == undisturbed[3]
 
 
 def test_a_damaged_copy_is_passed_over(models: dict[str, str], tmp_path: Path) -> None:
@@ -118,8 +138,7 @@ def test_a_damaged_copy_is_passed_over(models: dict[str, str], tmp_path: Path) -
     with machine(models, tmp_path / "data", GRADSERVE_ARCHIVE_URL=nas.as_uri()) as here:
         run = new_run(here)
         train(run, 1)
-        run.save_state("one").result()
-        wait_for_copy(here, time.time() - 60)
+        save(here, run, "one")
         train(run, 1, first=1)
         here.server.terminate()
         here.server.wait(60)
@@ -141,7 +160,7 @@ def test_a_damaged_copy_is_passed_over(models: dict[str, str], tmp_path: Path) -
 
 
 def test_from_s3_with_an_endpoint_given_as_an_option(
-    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, str], undisturbed: list[State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with s3_server("bucket") as endpoint:
         monkeypatch.delenv("AWS_ENDPOINT_URL")
@@ -153,15 +172,14 @@ def test_from_s3_with_an_endpoint_given_as_an_option(
         with machine(models, tmp_path / "data", **environment) as here:
             run = new_run(here)
             train(run, 2)
-            path = run.save_state("kept").result().path
-            wait_for_copy(here, time.time() - 60)
+            path = save(here, run, "kept")
             lose(here)
         done = restore(url, tmp_path / "new", "--archive-option", option)
         assert done.returncode == 0, done.stderr
         with machine(models, tmp_path / "new", **environment) as there:
             resumed = client(there.url).create_training_client_from_state_with_optimizer(path).result()
             train(resumed, 1, first=2)
-            assert state_of(there, resumed)[1:] == undisturbed(models, tmp_path / "other", 3)[1:]
+            assert state_of(there, resumed)[1:] == undisturbed[3][1:]
 
 
 def test_two_servers_never_write_to_one_archive(models: dict[str, str], tmp_path: Path) -> None:
@@ -171,11 +189,11 @@ def test_two_servers_never_write_to_one_archive(models: dict[str, str], tmp_path
     with machine(models, tmp_path / "old", **environment) as old:
         run = new_run(old)
         train(run, 1)
-        run.save_state("kept").result()
-        wait_for_copy(old, time.time() - 60)
+        save(old, run, "kept")
         assert restore(nas.as_uri(), tmp_path / "new").returncode == 0
+        since = time.time()
         with machine(models, tmp_path / "new", **environment) as new:
-            wait_for_copy(new, time.time() - 60)
+            wait_for_copy(new, since)
             names = sorted(file.name for file in nas.rglob("*") if file.is_file())
             train(run, 1, first=1)
             run.save_state("too-late").result()
@@ -183,7 +201,7 @@ def test_two_servers_never_write_to_one_archive(models: dict[str, str], tmp_path
             while not (error := old.health()["archive"]["error"]):
                 assert time.monotonic() < deadline, "the old one did not notice"
                 time.sleep(0.2)
-            assert "restored to another data directory" in error
+            assert "belongs to another data directory" in error
             assert sorted(file.name for file in nas.rglob("*") if file.is_file()) == names
     with machine(models, tmp_path / "fresh", **environment) as fresh:
         deadline = time.monotonic() + WAIT_S

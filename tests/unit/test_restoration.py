@@ -122,7 +122,7 @@ def test_every_restore_is_a_new_life(archive: Archive, digests: list[str], tmp_p
     restored(archive, tmp_path / "c", arrays=False)
     c = asyncio.run(look(tmp_path / "c"))
     copies.require_owner(Owner(c[0].epoch, c[0].token))
-    with pytest.raises(ArchiveTaken, match="restored to another"):
+    with pytest.raises(ArchiveTaken, match="belongs to another data directory"):
         copies.require_owner(Owner(b[0].epoch, b[0].token))
 
 

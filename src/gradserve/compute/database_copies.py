@@ -98,14 +98,10 @@ class DatabaseCopies:
             self._archive.put_text(_OWNER, msgspec.json.encode(ours).decode())
             return
         url = self._archive.url
-        if found.epoch > ours.epoch:
-            raise ArchiveTaken(
-                f"{url} was restored to another data directory, which writes there now; this one archives nothing "
-                "any more. Stop this server, or give it an archive_url of its own."
-            )
         raise ArchiveTaken(
-            f"{url} holds the copies of another data directory, and nothing of this one is written there. To go on "
-            f"with what is there: gradserve restore --from {url}; else choose another archive_url."
+            f"{url} belongs to another data directory, and nothing of this one is written there. Was it restored "
+            "elsewhere: stop this server. Is this one new: choose another archive_url, or go on with what is there by "
+            f"gradserve restore --from {url}."
         )
 
     def put(self, database: Path, epoch: int, taken_at: float, needs: Needs) -> Copy:
