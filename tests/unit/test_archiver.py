@@ -98,6 +98,8 @@ def test_damage_does_not_stop_the_others(objects: ObjectStore, archive: Archive)
             await archiver.round()
             assert archiver.status()["waiting"] == 1
             assert bad in str(archiver.status()["error"])
+            await archiver.close()
+            assert len(copies_of(archive)) == 1, "the archive itself is well"
 
     asyncio.run(story())
     assert (archive.has(bad), archive.has(good)) == (False, True)

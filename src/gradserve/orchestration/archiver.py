@@ -38,6 +38,7 @@ class Archiver:
         self._changed.set()  # whose the archive is should be known at the start
         self._is_ours = False
         self._error: str | None = None
+        self._away = False
         self._round: asyncio.Future[None] | None = None
 
     def sync(self, wanted: set[str], garbage: set[str]) -> None:
@@ -67,7 +68,7 @@ class Archiver:
             except Fenced:
                 raise
             except (ArchiveError, StoreError, OSError) as error:  # OSError: a disk that can't be read
-                self._error = str(error)
+                self._error, self._away = str(error), True
                 log.error("ALARM: %d objects are only on this machine: %s", len(self._waiting), error)
                 await asyncio.sleep(self._pause_s)
                 self._changed.set()
@@ -80,7 +81,7 @@ class Archiver:
         self._copier.hasten(_AT_STOP_S)
         if self._round is not None:
             await asyncio.gather(self._round, return_exceptions=True)
-        if self._error is not None:
+        if self._away:
             log.error("ALARM: the archive is not up to date: %s", self._error)
             return
         live = await self._store.live_digests()
@@ -104,7 +105,7 @@ class Archiver:
             await asyncio.to_thread(self._objects.discard_archived, digest)
             self._archived.discard(digest)
             self._garbage.discard(digest)
-        self._error = damaged
+        self._error, self._away = damaged, False
 
     async def _copy_database(self) -> str | None:
         async with self._copier.snapshot() as snapshot:
