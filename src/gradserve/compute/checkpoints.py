@@ -157,6 +157,10 @@ class CheckpointFolders:
             if digest is not None and self._objects.has_durable(digest):
                 _replace_older(self._objects.persist(digest), folder / file)
 
+    def has(self, run_id: str, kind: str, name: str) -> bool:
+        """Whether the folder is there."""
+        return folder_of(self._root, run_id, kind, name).is_dir()
+
     def remove(self, run_id: str, kind: str, name: str) -> None:
         """Remove the folder of a deleted checkpoint."""
         shutil.rmtree(folder_of(self._root, run_id, kind, name), ignore_errors=True)

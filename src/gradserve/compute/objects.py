@@ -85,7 +85,8 @@ class SetAside:
 
 
 class ObjectStore:
-    """``fast`` and ``durable`` are created when missing. Safe to use from several processes.
+    """``fast`` and ``durable`` are created when missing; ``remote`` is the archive, or None. Safe to use from several
+    processes.
 
     Whatever writes raises NoRoom when a tier is full, and leaves that tier as it was.
     """
@@ -93,7 +94,7 @@ class ObjectStore:
     def __init__(self, fast: Path, durable: Path, archive: Archive | None = None) -> None:
         self.fast = fast
         self.durable = durable
-        self._archive = archive
+        self.remote = archive
         for root in (fast, durable):
             root.mkdir(parents=True, exist_ok=True)
 
@@ -165,19 +166,19 @@ class ObjectStore:
 
     def _restored(self, digest: str) -> bool:
         """Whether the archive had it whole; then it is in the durable tier. Raises ObjectCorrupt naming its copy."""
-        if self._archive is None:
+        if self.remote is None:
             return False
         try:
-            self._archive.get_object(digest, self.durable / (digest + SUFFIX))
+            self.remote.get_object(digest, self.durable / (digest + SUFFIX))
         except ArchiveMissing:
             return False
         except ArchiveDamaged as damaged:
             log.error("%s", damaged)
-            raise ObjectCorrupt(digest, f"{self._archive.url}/objects/{digest}{SUFFIX}") from damaged
+            raise ObjectCorrupt(digest, f"{self.remote.url}/objects/{digest}{SUFFIX}") from damaged
         except ArchiveError as error:
             log.error("object %s is not whole on this machine, and was not fetched: %s", digest, error)
             return False
-        log.warning("object %s was fetched from %s", digest, self._archive.url)
+        log.warning("object %s was fetched from %s", digest, self.remote.url)
         return True
 
     def size(self, digest: str) -> int:
@@ -193,14 +194,9 @@ class ObjectStore:
                 copy_whole(source, target)
         return target
 
-    @property
-    def has_archive(self) -> bool:
-        """Whether ``archive`` has somewhere to upload to."""
-        return self._archive is not None
-
     def archive(self, digest: str) -> None:
         """Upload the durable copy of an object. Raises ObjectMissing (not durable), ObjectCorrupt, ArchiveError."""
-        assert self._archive is not None
+        assert self.remote is not None
         durable = self.durable / (digest + SUFFIX)
         try:
             whole = _is_whole(durable, digest)
@@ -208,12 +204,12 @@ class ObjectStore:
             raise ObjectMissing(digest) from None
         if not whole:
             raise ObjectCorrupt(digest, durable)
-        self._archive.put_object(digest, durable)
+        self.remote.put_object(digest, durable)
 
     def discard_archived(self, digest: str) -> None:
         """Remove the archive's copy of an object. Raises ArchiveError."""
-        assert self._archive is not None
-        self._archive.delete(digest)
+        assert self.remote is not None
+        self.remote.delete(digest)
 
     def demote(self, digest: str) -> None:
         """Leave only the durable copy, made again if it was damaged. Raises ObjectMissing, ObjectCorrupt."""

@@ -26,8 +26,10 @@ from gradserve.compute.objects import ObjectCorrupt, ObjectMissing, ObjectStore
 from gradserve.compute.tasks import Done, Failed, Outcome, Task
 from gradserve.orchestration.alarms import Alarms
 from gradserve.orchestration.archiver import Archiver
+from gradserve.orchestration.database_copier import DatabaseCopier
 from gradserve.orchestration.dispatch import AttemptsExhausted, Dispatcher, TaskCancelled
 from gradserve.orchestration.execution import Execution
+from gradserve.orchestration.folders import rebuild_missing
 from gradserve.orchestration.held import Held
 from gradserve.orchestration.janitor import Janitor
 from gradserve.orchestration.lanes import Lane
@@ -61,12 +63,14 @@ from gradserve.store.base import (
 )
 from gradserve.store.wakeups import Ask, CheckGraph, MakeWhole, NameVersion, Role, Rollback, Wakeups
 from gradserve.wire.errors import Conflict, Problem, ServerError, UserError
-from gradserve.wire.ops import CreateLoss, LoadWeights, OpBody, Sample, SaveWeights, decode_body
+from gradserve.wire.ops import STEPS, CreateLoss, LoadWeights, OpBody, Sample, SaveWeights, decode_body
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 5.0
 _RETRY_S = 1.0
+_MAKES_STATES = frozenset({*STEPS, "load_weights", "save_weights", "save_for_sampling"})
+"""Kinds of Ops that replace a run's arrays, or keep them."""
 _FORGET_LANE_AFTER_S = 600.0
 """An idle run's state is read from the store again when it wakes; till then its arrays may leave shared memory."""
 
@@ -107,7 +111,7 @@ class Scheduler:
         self._mending = Mending(store, objects, folders, replay, self._held)
         self._recovery = Recovery(store, objects, folders, replay, manifests, self._mending, self._held)
         self._snapshots = Snapshots(store, objects, manifests, settings, self.alarms, self._held)
-        self._archiver = Archiver(objects) if objects.has_archive else None
+        self._archiver = self._new_archiver()
         self._janitor = Janitor(store, objects, folders, settings, self.in_use, self._hot, self._archiver)
         self._background: set[asyncio.Task[None]] = set()
         executor.on_change = self._dispatcher.pump
@@ -118,6 +122,7 @@ class Scheduler:
             await self._admit(op)
         self._spawn(self._loop())
         self._spawn(self._janitor.run())
+        self._spawn(rebuild_missing(self._store, self._objects, self._folders))
         if self._archiver is not None:
             self._spawn(self._archiver.run())
         self._launch_all()
@@ -128,7 +133,17 @@ class Scheduler:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._dispatcher.close()
-        return await self.park()
+        kept = await self.park()
+        if self._archiver is not None:
+            await self._archiver.close()
+        return kept
+
+    def _new_archiver(self) -> Archiver | None:
+        if self._objects.remote is None:
+            return None
+        scratch = self._settings.data_dir / "archive.tmp"
+        copier = DatabaseCopier(self._store, self._objects.remote, self._held, scratch)
+        return Archiver(self._store, self._objects, copier)
 
     async def sweep(self) -> None:
         """Let the janitor make a round now."""
@@ -269,8 +284,8 @@ class Scheduler:
             self._held.release(held)
         self._wakeups.ended(op.id, _as_stored(op, settlement) if first else None)
         self._execution.ended(op.id)
-        if op.kind in ("optim_step", "load_weights"):
-            self._janitor.garbage()
+        if op.kind in _MAKES_STATES:
+            self._janitor.hint()
 
     async def _commit(self, settlement: Settlement) -> bool:
         """Write the end of an Op. While that can't be done (a full disk) its run waits; nothing is lost."""
@@ -293,7 +308,7 @@ class Scheduler:
         if settlement.durable is not None:
             self._snapshots.covered(run.id)
             lane.uncovered_ms = 0.0
-        elif op.kind == "optim_step" and settlement.run is not None:
+        elif op.kind in STEPS and settlement.run is not None:
             self._snapshots.stepped(run, op.seq, lane.uncovered_ms)
             lane.uncovered_ms = 0.0
             self._take_snapshots()

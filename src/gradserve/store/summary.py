@@ -7,7 +7,7 @@ from decimal import Decimal
 import msgspec
 
 from gradserve.store.base import Metrics, Run, Store
-from gradserve.wire.ops import LoraConfig
+from gradserve.wire.ops import STEPS, LoraConfig
 
 _PAGE = 5000
 
@@ -60,11 +60,11 @@ async def _measured(store: Store, tenant: str | None, run: Run, version: int) ->
         rows += some
         if not some or len(rows) >= page.total:
             break
-    steps = [row.seq for row in rows if row.kind == "optim_step" and row.version == version]
+    steps = [row.seq for row in rows if row.kind in STEPS and row.version == version]
     last = max(steps) if steps else -1 if version < run.version else run.cursor
     newest: dict[str, float] = {}
     for row in rows:
         if row.seq <= last:
-            prefix = "" if row.kind == "optim_step" else f"{row.kind}/"
+            prefix = "" if row.kind in STEPS else f"{row.kind}/"
             newest |= {prefix + name: value for name, value in row.values.items()}
     return last, newest
