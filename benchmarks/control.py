@@ -12,6 +12,7 @@ A published score is rl-zoo3's (benchmark.md: one trained agent each, MuJoCo tas
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import time
@@ -84,7 +85,7 @@ def initial(env: EnvSpec, settings: ControlDefaults, seed: int) -> Tensors:
     weights: Tensors = {}
     for net, width, gain in (("actor", outputs, 0.01), ("critic", 1, 1.0)):
         sizes = [observations.features, *settings.hidden, width]
-        for layer, (inputs, neurons) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+        for layer, (inputs, neurons) in enumerate(itertools.pairwise(sizes)):
             matrix = torch.empty(neurons, inputs)
             last = layer == len(settings.hidden)
             torch.nn.init.orthogonal_(matrix, gain if last else math.sqrt(2), generator=generator)
@@ -229,7 +230,7 @@ def plain_cartpole(settings: ControlDefaults, seed: int, total_steps: int) -> It
             group["lr"] = config.learning_rate
         columns = [x[valid] for x in (observations, actions, logprobs, advantage, advantage + values[:T])]
         for _ in range(ppo.epochs):
-            for rows in torch.randperm(len(columns[0])).split(ppo.minibatch_size):
+            for rows in torch.split(torch.randperm(len(columns[0])), ppo.minibatch_size):
                 _plain_step(policy, adam, config, *(column[rows] for column in columns))
         yield
     envs.close()
