@@ -59,6 +59,13 @@ def test_the_same_trajectories_for_any_workers_in_any_order(spec: RolloutSpec) -
 
 
 @SPECS
+def test_groups_start_differently(spec: RolloutSpec) -> None:
+    trajectories, _, _ = collect(spec, [[0, 1, 2]], [None])
+    starts = torch.cat([trajectory["observations"][0] for trajectory in trajectories])
+    assert len(torch.unique(starts, dim=0)) == spec.num_envs
+
+
+@SPECS
 def test_live_groups_spare_replays_and_a_lost_one_is_replayed(spec: RolloutSpec) -> None:
     live = LiveGroups()
     collect(spec, [[0, 1, 2]] * 3, [live])
@@ -127,6 +134,8 @@ def test_evaluation_plays_each_episode_once_from_its_own_seed() -> None:
     assert len(many.returns) == 20
     np.testing.assert_allclose(many.returns[:5], few.returns, rtol=1e-6)
     assert len(set(many.returns)) == 20
+    assert many.lengths[:5] == few.lengths
+    assert len(set(many.lengths)) > 1
     assert max(many.lengths) <= 9
     assert evaluate(mlp, weights, env, 20, seed=9) == many
     drawn = evaluate(mlp, weights, env, 20, seed=9, deterministic=False)
