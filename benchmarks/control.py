@@ -27,10 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradserve.compute.engine.control.actor import Policy
 from gradserve.compute.engine.control.environments import spaces_of
+from gradserve.compute.engine.control.evaluate import evaluate
 from gradserve.compute.engine.control.live import LiveGroups
 from gradserve.compute.engine.control.ppo import ppo_update
-from gradserve.compute.engine.control.rollout import Policy, evaluate, rollout
+from gradserve.compute.engine.control.rollout import rollout
 from gradserve.wire.control import EnvSpec, PPOConfig, RolloutSpec
 from gradserve.wire.control_defaults import ControlDefaults, defaults_for
 

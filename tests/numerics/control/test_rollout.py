@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from gradserve.compute.engine.control.evaluate import evaluate
 from gradserve.compute.engine.control.live import LiveGroups
-from gradserve.compute.engine.control.rollout import Tensors, evaluate, rollout
+from gradserve.compute.engine.control.rollout import Tensors, rollout
 from gradserve.wire.control import EnvSpec, EpisodeStats, RolloutSpec
 from gradserve.wire.errors import Invalid
 from tests.numerics.control.toys import CORRIDOR, RANDOM_WALK, corridor, mlp, mlp_weights, table
