@@ -59,7 +59,12 @@ def test_inputs_are_declared() -> None:
 
     graph = capture_loss(
         loss,
-        inputs={"group": "int64[row]", "features": "float32[token, 5]", "hidden": "float32[token, H]", "weight": "float32[]"},
+        inputs={
+            "group": "int64[row]",
+            "features": "float32[token, 5]",
+            "hidden": "float32[token, H]",
+            "weight": "float32[]",
+        },
     )
     assert [(each.name, each.dtype, each.shape) for each in graph.inputs] == [
         ("logprobs", "float32", ["B", "T"]),

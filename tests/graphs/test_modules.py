@@ -31,7 +31,9 @@ def test_outputs_and_gradients_have_the_same_bits(name: str) -> None:
     (input_name,) = graph.names("input")
     for rows in (1, 5):
         values = torch.cat([batch, batch])[:rows]
-        parameters = {key: value.clone().requires_grad_(key in graph.names("parameter")) for key, value in tensors.items()}
+        parameters = {
+            key: value.clone().requires_grad_(key in graph.names("parameter")) for key, value in tensors.items()
+        }
         module.zero_grad()
         expected = named(module(values))
         found = executable.run({input_name: values, **parameters})
