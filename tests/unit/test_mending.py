@@ -206,7 +206,7 @@ def test_a_folder_gets_what_the_archive_gave_back(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         _, kept = await two_saved_states(world)
         no_replays(world)
-        world.objects._archive = Archive((tmp_path / "nas").as_uri())
+        world.objects.remote = Archive((tmp_path / "nas").as_uri())
         world.objects.archive(kept.weights)
         file = in_folder(world, "adapter_model.safetensors")
         whole = file.read_bytes()
