@@ -16,6 +16,7 @@ from gradserve.wire.control import (
     validate_ppo,
     validate_rollout,
 )
+from gradserve.wire.control_defaults import TUNED, ControlDefaults, defaults_for
 from gradserve.wire.errors import Invalid
 
 GOOD = RolloutSpec(EnvSpec("CartPole-v1"), 8, 32, seed=0)
@@ -119,3 +120,25 @@ def test_what_is_unknown_is_refused_when_decoded() -> None:
         msgspec.convert({"id": "A-v0", "wrappers": []}, EnvSpec)
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"id": "A-v0", "kwargs": {"x": {"y": 1}}}, EnvSpec)
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "LunarLander-v3", "HalfCheetah-v5", "NoSuchThing-v0"])
+def test_defaults_are_of_the_environment_and_may_be_asked_for(name: str) -> None:
+    found = defaults_for(name)
+    validate_ppo(found.ppo)
+    validate_rollout(RolloutSpec(EnvSpec(name), found.num_envs, found.steps, seed=0))
+    assert (found == ControlDefaults()) == (name == "NoSuchThing-v0")
+
+
+def test_all_defaults_are_valid() -> None:
+    for name, found in TUNED.items():
+        validate_ppo(found.ppo)
+        validate_rollout(RolloutSpec(EnvSpec(name), found.num_envs, found.steps, seed=0))
+
+
+def test_a_few_defaults_as_the_zoo_has_them() -> None:
+    """hyperparams/ppo.yml, read off by eye."""
+    cartpole, lander, cheetah = (defaults_for(name) for name in ("CartPole-v1", "LunarLander-v3", "HalfCheetah-v5"))
+    assert (cartpole.ppo.gamma, cartpole.ppo.gae_lambda, cartpole.linear) == (0.98, 0.8, True)
+    assert (lander.num_envs, lander.steps, lander.ppo.minibatch_size, lander.ppo.ent_coef) == (16, 1024, 64, 0.01)
+    assert (cheetah.ppo.learning_rate, cheetah.hidden, cheetah.log_std) == (2.0633e-05, (256, 256), -2.0)
