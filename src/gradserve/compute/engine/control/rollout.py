@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradserve.compute.engine.control.distributions import ActionDistribution
-from gradserve.compute.engine.control.environments import Anchors, Bools, Group, Ints, make_group
+from gradserve.compute.engine.control.environments import Anchors, Bools, Group, Ints, MakeGroup, make_group
 from gradserve.compute.engine.control.live import LiveGroups
 from gradserve.compute.engine.control.noise import action_noise
 from gradserve.compute.engine.control.normalise import (
@@ -310,6 +310,7 @@ def evaluate(
     deterministic: bool = True,
     normalise_observations: bool = False,
     clip_observation: float = 10.0,
+    make: MakeGroup = make_group,
 ) -> EpisodeStats:
     """Whole episodes, number i with the seed (seed, i): by the likeliest actions, or by drawn ones.
 
@@ -324,7 +325,7 @@ def evaluate(
     with torch.no_grad():
         for first in range(0, episodes, _TOGETHER):
             members = range(first, min(first + _TOGETHER, episodes))
-            envs = make_group(env, seed, members)
+            envs = make(env, seed, members)
             try:
                 actor = Actor(policy, weights, envs.action_space, _normaliser(weights, spec, envs.observation_space))
                 found.append(_play(actor, envs, seed, members, deterministic))

@@ -1,0 +1,45 @@
+"""How far a training is: one line at a terminal, nothing elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+
+
+@contextlib.contextmanager
+def progress_line(
+    what: str, total: int, done: int, shown: Mapping[str, str]
+) -> Iterator[Callable[[Mapping[str, float]], None]]:
+    """A function to call with the metrics of each of ``total`` steps, of which ``done`` are behind.
+
+    ``shown`` are the metrics to show, with their labels.
+    """
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        yield _quiet
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _quiet
+        return
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[now]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(what, total=total, completed=done, now="")
+
+        def show(metrics: Mapping[str, float]) -> None:
+            now = " · ".join(f"{label} {metrics[name]:.4g}" for name, label in shown.items() if name in metrics)
+            progress.update(task, advance=1, now=now)
+
+        yield show
+
+
+def _quiet(metrics: Mapping[str, float]) -> None:
+    """Nobody looks."""
