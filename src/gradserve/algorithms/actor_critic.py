@@ -55,6 +55,7 @@ class ActorCritic(nn.Module):
     def forward(self, observations: Tensor) -> dict[str, Tensor]:
         """``logits`` [n, L], ``mean`` [n, M] and ``log_std`` where there are such actions; ``value`` [n]."""
         outputs = self._heads(self.policy(observations))
+        assert outputs is not None  # as when it was tried
         if self.log_std is not None:
             outputs["log_std"] = self.log_std
         if self.critic is not None:
@@ -63,55 +64,58 @@ class ActorCritic(nn.Module):
         return {name: outputs[name] for name in _HEADS if name in outputs}
 
     def _tried(self, observations: SpaceSpec) -> dict[str, Tensor]:
-        """The outputs for a batch of zeros, looked at."""
+        """The outputs for a batch of zeros, with the shapes that they must have."""
+        batch = example(observations)
         with torch.no_grad():
-            found = self.policy(example(observations))
-        try:
-            outputs = self._heads(found)
-            wanted = {"logits": self._logits, "mean": self._means, "log_std": self._means, "value": 1}
-            for name, tensor in outputs.items():
-                if tensor.shape not in _shapes(name, wanted[name]):
-                    raise ValueError(name)
-            if any(wanted[name] and name not in outputs for name in ("logits", "mean")):
-                raise ValueError("missing")
-        except ValueError:
+            found = self.policy(batch)
+        outputs = self._heads(found)
+        if outputs is None or not self._fit(outputs):
             raise ValueError(
-                f"policy_net gives {_described(found)} for observations {list(example(observations).shape)}; "
-                f"these actions take {self._wanted()}"
-            ) from None
+                f"policy_net gives {_described(found)} for observations {list(batch.shape)}; "
+                f"for these spaces it must give {self._wanted()}"
+            )
         return outputs
 
-    def _heads(self, found: Any) -> dict[str, Tensor]:
+    def _heads(self, found: Any) -> dict[str, Tensor] | None:
+        """What the module gave, by the names of a policy's outputs; None where that is not to be told."""
         if isinstance(found, Mapping):
-            outputs = dict(found)
-            if not outputs.keys() <= set(_HEADS):
-                raise ValueError("unknown")
-            return outputs
+            return dict(found)
         value = {}
-        if isinstance(found, (tuple, list)):
-            if len(found) != 2:
-                raise ValueError("tuple")
+        if isinstance(found, (tuple, list)) and len(found) == 2:
             found, value = found[0], {"value": found[1]}
         if not isinstance(found, Tensor) or found.ndim != 2 or found.shape[1] != self._logits + self._means:
-            raise ValueError("width")
-        heads = {"logits": found[:, : self._logits]} if self._logits else {}
-        return heads | ({"mean": found[:, self._logits :]} if self._means else {}) | value
+            return None
+        logits = {"logits": found[:, : self._logits]} if self._logits else {}
+        means = {"mean": found[:, self._logits :]} if self._means else {}
+        return logits | means | value
+
+    def _fit(self, outputs: Mapping[str, Tensor]) -> bool:
+        """Whether these are a policy's outputs for a batch of ``_ROWS``."""
+        allowed = {
+            "logits": [(_ROWS, self._logits)] if self._logits else [],
+            "mean": [(_ROWS, self._means)] if self._means else [],
+            "log_std": [(self._means,), (_ROWS, self._means)] if self._means else [],
+            "value": [(_ROWS,), (_ROWS, 1)],
+        }
+        needed = {name for name in ("logits", "mean") if allowed[name]}
+        return needed <= outputs.keys() and all(
+            isinstance(tensor, Tensor) and tensor.shape in allowed.get(name, []) for name, tensor in outputs.items()
+        )
 
     def _wanted(self) -> str:
-        parts = [f"{width} {name}" for name, width in (("logits", self._logits), ("means", self._means)) if width]
-        shape = f"[{_ROWS}, {self._logits + self._means}]"
+        heads = [(name, width) for name, width in (("logits", self._logits), ("mean", self._means)) if width]
+        parts = " then ".join(f"{width} {name}" for name, width in heads)
         return (
-            f"a tensor {shape} ({' then '.join(parts)}), a tuple of it and of values [{_ROWS}], or a dict of "
-            f"{' and '.join(name for name, width in (('logits', self._logits), ('mean', self._means)) if width)}, "
-            "with value if the module has a critic"
+            f"a tensor [{_ROWS}, {self._logits + self._means}] ({parts}), a tuple of it and of values [{_ROWS}], or a "
+            f"dict of {' and '.join(name for name, _ in heads)} and, from a critic of its own, value"
         )
 
 
 class NormalisedPolicy(nn.Module):
     """A policy that was trained on normalised observations, and acts on raw ones.
 
-    ``policy`` is the user's module; ``mean``, ``var`` (float64 [features]) are the moments that training saw. Observations
-    are flattened as for ActorCritic.
+    ``policy`` is the user's module; ``mean``, ``var`` (float64 [features]) are the moments that training saw.
+    Observations are flattened as for ActorCritic.
     """
 
     mean: Tensor
@@ -169,10 +173,6 @@ def multilayer(widths: Sequence[int], activation: str, last_gain: float, seed: i
 
 def _flat(observations: Tensor) -> Tensor:
     return observations if observations.ndim == 2 else observations.flatten(1).float() / 255
-
-
-def _shapes(name: str, width: int) -> list[tuple[int, ...]]:
-    return {"value": [(_ROWS,), (_ROWS, 1)], "log_std": [(width,), (_ROWS, width)]}.get(name, [(_ROWS, width)])
 
 
 def _described(found: Any) -> str:

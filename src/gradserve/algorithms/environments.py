@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
-
-import msgspec
 
 from gradserve.algorithms.weights import digest_of, packed, unpacked
 from gradserve.client.modules import ModuleClient
-from gradserve.wire.control import EnvSpec, PPOConfig, RolloutSpec, SpaceSpec, validate_env
+from gradserve.wire.control import EnvSpec, EpisodeStats, PPOConfig, RolloutSpec, SpaceSpec, validate_env
 from gradserve.wire.graph import Graph
 
 Answer = Callable[[], dict[str, Any]]
@@ -132,11 +130,7 @@ class ClientEnvironments:
             self._state |= state
             found.append(stats)
             sent.append(run.put_trajectory(packed(trajectory, origin)))
-        episodes = {
-            "returns": [value for stats in found for value in stats.returns],
-            "lengths": [value for stats in found for value in stats.lengths],
-            "env_steps": sum(stats.env_steps for stats in found),
-        }
+        episodes = _answered(found)
         return lambda: {"episodes": episodes, "sent": [future.result() for future in sent]}
 
     def update(self, run: ModuleClient, config: PPOConfig, seed: int) -> Answer:
@@ -158,7 +152,7 @@ class ClientEnvironments:
             spec.clip_observation,
             self._make_group,
         )
-        return lambda: {"episodes": msgspec.to_builtins(stats)}
+        return lambda: {"episodes": _answered([stats])}
 
     def state(self) -> bytes:
         """Seeds' counters and actions since, compressed."""
@@ -167,6 +161,15 @@ class ClientEnvironments:
     def restore(self, state: bytes) -> None:
         """The inverse."""
         self._state = unpacked(zlib.decompress(state)) if state else {}
+
+
+def _answered(stats: Sequence[EpisodeStats]) -> dict[str, Any]:
+    """As the server answers."""
+    return {
+        "returns": [value for part in stats for value in part.returns],
+        "lengths": [value for part in stats for value in part.lengths],
+        "env_steps": sum(part.env_steps for part in stats),
+    }
 
 
 def environments_of(env_config: Mapping[str, Any] | None, env_fn: Callable[[], Any] | None) -> Environments:

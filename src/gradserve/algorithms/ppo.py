@@ -166,7 +166,7 @@ class PPOTrainer:
 
     @property
     def actor_critic(self) -> nn.Module:
-        """The whole of what is trained, with critic and deviations: an ActorCritic, for observations as it sees them."""
+        """A copy of all that is trained, with critic and deviations, for observations as training sees them."""
         from gradserve.algorithms.actor_critic import trained
 
         self._settle_all()

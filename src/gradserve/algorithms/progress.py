@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 
+Show = Callable[[Mapping[str, float]], None]
+
 
 @contextlib.contextmanager
-def progress_line(
-    what: str, total: int, done: int, shown: Mapping[str, str]
-) -> Iterator[Callable[[Mapping[str, float]], None]]:
+def progress_line(what: str, total: int, done: int, shown: Mapping[str, str]) -> Iterator[Show]:
     """A function to call with the metrics of each of ``total`` steps, of which ``done`` are behind.
 
     ``shown`` are the metrics to show, with their labels.
@@ -24,19 +24,20 @@ def progress_line(
     if not console.is_terminal:
         yield _quiet
         return
+    now = TextColumn("{task.fields[now]}")
     columns = (
         TextColumn(what),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[now]}"),
+        now,
     )
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(what, total=total, completed=done, now="")
 
         def show(metrics: Mapping[str, float]) -> None:
-            now = " · ".join(f"{label} {metrics[name]:.4g}" for name, label in shown.items() if name in metrics)
-            progress.update(task, advance=1, now=now)
+            text = " · ".join(f"{label} {metrics[name]:.4g}" for name, label in shown.items() if name in metrics)
+            progress.update(task, advance=1, now=text)
 
         yield show
 

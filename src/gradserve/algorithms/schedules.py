@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 Schedule = float | str | Callable[[float], float]
-"""A constant; ``linear_X``, which falls from X to 0; or a function of the fraction of the training that is done, 0 to 1."""
+"""A constant; ``linear_X``, which falls from X to 0; or a function of the fraction of the training that is done."""
 
 _LINEAR = "linear_"
 _LEAST_LEFT = 1e-6
