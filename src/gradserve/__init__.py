@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gradserve.algorithms.fit import fit
     from gradserve.algorithms.ppo import PPOTrainer
     from gradserve.client.connect import connect
     from gradserve.client.full import create_full_training_client
@@ -20,6 +21,7 @@ __all__ = [
     "__version__",
     "connect",
     "create_full_training_client",
+    "fit",
     "get_client_state",
     "loss",
     "set_client_state",
@@ -30,6 +32,7 @@ _HOMES = {
     "PPOTrainer": "algorithms.ppo",
     "connect": "client.connect",
     "create_full_training_client": "client.full",
+    "fit": "algorithms.fit",
     "get_client_state": "client.state",
     "loss": "compiler.losses",
     "set_client_state": "client.state",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradserve.algorithms.weights import trained
 from gradserve.compute.engine.control.normalise import OBSERVATIONS
 from gradserve.wire.control import SpaceSpec
 from gradserve.wire.control_defaults import ControlDefaults
@@ -132,13 +132,6 @@ class NormalisedPolicy(nn.Module):
         """What ``policy`` gives for the observations, normalised as the rollouts' were."""
         scale = (1 / torch.sqrt(self.var + 1e-8)).float()
         return self.policy(((observations - self.mean.float()) * scale).clamp(-self.clip, self.clip))
-
-
-def trained(module: ActorCritic, weights: Mapping[str, Tensor]) -> ActorCritic:
-    """A copy with the weights of a run; the normaliser's are not among a module's own."""
-    copied = copy.deepcopy(module)
-    copied.load_state_dict({name: value for name, value in weights.items() if not name.startswith(OBSERVATIONS)})
-    return copied
 
 
 def policy_of(module: ActorCritic, weights: Mapping[str, Tensor], clip: float) -> nn.Module:

@@ -20,7 +20,7 @@ import msgspec
 from gradserve.algorithms.environments import Answer, environments_of
 from gradserve.algorithms.ppo_settings import PPOSettings, refuse_unknown, settings_of
 from gradserve.algorithms.progress import progress_line
-from gradserve.algorithms.weights import packed, unpacked
+from gradserve.algorithms.weights import packed, trained, unpacked
 from gradserve.client.connect import connect
 from gradserve.client.modules import ModuleClient
 from gradserve.client.state import put_state, state_of
@@ -167,8 +167,6 @@ class PPOTrainer:
     @property
     def actor_critic(self) -> nn.Module:
         """A copy of all that is trained, with critic and deviations, for observations as training sees them."""
-        from gradserve.algorithms.actor_critic import trained
-
         self._settle_all()
         return trained(self._module, unpacked(self._run.weights()))
 

@@ -9,8 +9,8 @@ Show = Callable[[Mapping[str, float]], None]
 
 
 @contextlib.contextmanager
-def progress_line(what: str, total: int, done: int, shown: Mapping[str, str]) -> Iterator[Show]:
-    """A function to call with the metrics of each of ``total`` steps, of which ``done`` are behind.
+def progress_line(what: str, total: int | None, done: int, shown: Mapping[str, str]) -> Iterator[Show]:
+    """A function to call with each step's metrics; of ``total`` steps (None: nobody knows) ``done`` are behind.
 
     ``shown`` are the metrics to show, with their labels.
     """
