@@ -6,17 +6,33 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gradserve.algorithms.fit import fit
+    from gradserve.algorithms.ppo import PPOTrainer
     from gradserve.client.connect import connect
     from gradserve.client.full import create_full_training_client
+    from gradserve.client.modules import ModuleClient
     from gradserve.client.state import get_client_state, set_client_state
     from gradserve.compiler.losses import loss
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "connect", "create_full_training_client", "get_client_state", "loss", "set_client_state"]
+__all__ = [
+    "ModuleClient",
+    "PPOTrainer",
+    "__version__",
+    "connect",
+    "create_full_training_client",
+    "fit",
+    "get_client_state",
+    "loss",
+    "set_client_state",
+]
 
 _HOMES = {
+    "ModuleClient": "client.modules",
+    "PPOTrainer": "algorithms.ppo",
     "connect": "client.connect",
     "create_full_training_client": "client.full",
+    "fit": "algorithms.fit",
     "get_client_state": "client.state",
     "loss": "compiler.losses",
     "set_client_state": "client.state",

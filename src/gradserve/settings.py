@@ -74,7 +74,10 @@ class PriceSheet(BaseModel):
 
 
 class Settings(BaseSettings):
-    """Everything that can be set. ``models`` maps names to a directory, a GGUF file, a package or ``hub:org/name``."""
+    """Everything that can be set. ``models`` maps names to a directory, a GGUF file, a package or ``hub:org/name``.
+
+    Without ``models`` (None) the default one is offered where it is installed; an empty dict offers none.
+    """
 
     model_config = SettingsConfigDict(
         env_prefix="GRADSERVE_",
@@ -87,7 +90,7 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     data_dir: Path = Field(default_factory=default_data_dir)
-    models: dict[str, str] = Field(default_factory=dict)
+    models: dict[str, str] | None = None
     api_keys: tuple[str, ...] = ()
     archive_url: str | None = Field(
         None, description="a copy of durable arrays elsewhere: any fsspec URL, such as s3://bucket/prefix, of its own"

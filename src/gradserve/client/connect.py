@@ -42,9 +42,10 @@ def connect(
 ) -> tinker.ServiceClient:
     """Connect to the server at ``url`` or $GRADSERVE_URL; without either, start one in the background.
 
-    ``models`` (name -> directory, .gguf file, package) and ``data_dir`` are for a server started here; with a
-    remote one they are refused. ``api_key`` is for a remote server (default $TINKER_API_KEY, else tml-local).
-    Everything else goes to tinker.ServiceClient. Raises ServerDidNotStart with what the server said.
+    ``models`` (name -> directory, .gguf file, package; an empty dict: no language model) and ``data_dir`` are for a
+    server started here; with a remote one they are refused. ``api_key`` is for a remote server (default
+    $TINKER_API_KEY, else tml-local). Everything else goes to tinker.ServiceClient. Raises ServerDidNotStart with what
+    the server said.
     """
     url = url or os.environ.get("GRADSERVE_URL")
     if url is None:

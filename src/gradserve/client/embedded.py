@@ -11,6 +11,9 @@ from pathlib import Path
 _START_TIMEOUT_S = 180.0
 """A first start may convert a model."""
 
+MODULES_ONLY = "modules only"
+"""What a server without language models says that it serves."""
+
 
 class ServerDidNotStart(RuntimeError):
     """The child ended or stayed silent; the message holds what it said."""
@@ -24,6 +27,8 @@ class EmbeddedServer:
 
     def __init__(self, models: dict[str, str] | None = None, data_dir: Path | None = None) -> None:
         command = [sys.executable, "-m", "gradserve", "serve", "--port", "0", "--until-stdin-closes"]
+        if models == {}:
+            command.append("--no-models")
         for name, source in (models or {}).items():
             command += ["--model", f"{name}={source}"]
         if data_dir is not None:
@@ -65,7 +70,7 @@ class EmbeddedServer:
                 if " serves " in line and "http://" in line:
                     url, _, names = line.removeprefix("gradserve: ").strip().partition(" serves ")
                     threading.Thread(target=self._pass_on_output, daemon=True).start()
-                    return url, names.split(", ")
+                    return url, [] if names == MODULES_ONLY else names.split(", ")
         finally:
             watchdog.cancel()
         raise ServerDidNotStart("the embedded gradserve server did not start:\n" + "".join(said[-20:]))

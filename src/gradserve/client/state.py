@@ -9,6 +9,7 @@ from __future__ import annotations
 from urllib.parse import quote
 
 from tinker import TrainingClient
+from tinker.lib.internal_client_holder import InternalClientHolder
 
 from gradserve.client.connect import LOCAL_KEY
 from gradserve.client.extensions import send
@@ -19,7 +20,7 @@ def set_client_state(training_client: TrainingClient, state: bytes) -> None:
 
     Raises ExtensionError when the server refuses.
     """
-    _call("PUT", training_client, "", state)
+    put_state(training_client.holder, training_client.model_id, state)
 
 
 def get_client_state(training_client: TrainingClient, path: str | None = None) -> bytes:
@@ -27,11 +28,20 @@ def get_client_state(training_client: TrainingClient, path: str | None = None) -
 
     A run that began with a checkpoint begins with its state. Raises ExtensionError.
     """
-    return _call("GET", training_client, "" if path is None else f"?path={quote(path)}", None)
+    return state_of(training_client.holder, training_client.model_id, path)
 
 
-def _call(method: str, training_client: TrainingClient, query: str, body: bytes | None) -> bytes:
-    holder = training_client.holder
+def put_state(holder: InternalClientHolder, run_id: str, state: bytes) -> None:
+    """``set_client_state`` for any run of a client's."""
+    _call("PUT", holder, run_id, "", state)
+
+
+def state_of(holder: InternalClientHolder, run_id: str, path: str | None = None) -> bytes:
+    """``get_client_state`` for any run of a client's."""
+    return _call("GET", holder, run_id, "" if path is None else f"?path={quote(path)}", None)
+
+
+def _call(method: str, holder: InternalClientHolder, run_id: str, query: str, body: bytes | None) -> bytes:
     key = holder._api_key or LOCAL_KEY
-    route = f"runs/{quote(training_client.model_id, safe=':')}/client_state{query}"
-    return send(method, holder._base_url, f"gradserve/{route}", key, body)
+    route = f"runs/{quote(run_id, safe=':')}/client_state{query}"
+    return send(method, str(holder._base_url), f"gradserve/{route}", key, body)

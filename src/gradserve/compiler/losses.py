@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from gradserve.compiler import refusals
 from gradserve.compiler.capture import capture, name_of, named_losses
 from gradserve.compiler.declare import declared
@@ -55,6 +57,17 @@ def loss(fn: Callable[..., Any], *, inputs: Mapping[str, str] | None = None, **s
     Arguments as for :func:`capture_loss`: ``loss(ppo, clip=0.1)`` captures ``ppo`` with its setting ``clip`` at 0.1.
     """
     return Loss(capture_loss(fn, inputs=inputs, settings=settings), fn)
+
+
+def capture_batch_loss(
+    fn: Callable[[dict[str, Tensor]], Any], inputs: Mapping[str, str], user: Callable[..., Any]
+) -> Loss:
+    """The loss of a function of one dict, whose ``inputs`` are all declared: ``{"logprobs": "float32[token]"}``.
+
+    ``user`` is the function to name in a refusal. Raises CaptureError.
+    """
+    given = [declared(name, text) for name, text in inputs.items()]
+    return Loss(capture(lambda batch: named_losses(fn(batch), user), name_of(user), given, user=user), user)
 
 
 def _parameters(

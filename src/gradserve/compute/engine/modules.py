@@ -147,16 +147,19 @@ class Modules:
         return self._spaces[key]
 
     def _policy(self, digest: str) -> Policy:
-        """A graph with one input, the observations; what it gives besides ``value`` is the distribution's."""
-        graph = self._graphs.get(digest)
-        (name,) = _one_input(graph)
-        weights_of = [*graph.graph.names("parameter"), *graph.graph.names("buffer")]
-        run = graph.executable.run
+        return policy_of(self._graphs.get(digest))
 
-        def act(weights: Mapping[str, Tensor], observations: Tensor) -> Tensors:
-            return run({name: observations, **{given: weights[given] for given in weights_of}})
 
-        return act
+def policy_of(graph: BoundedGraph) -> Policy:
+    """A graph with one input, the observations; what it gives besides ``value`` is the distribution's."""
+    (name,) = _one_input(graph)
+    weights_of = [*graph.graph.names("parameter"), *graph.graph.names("buffer")]
+    run = graph.executable.run
+
+    def act(weights: Mapping[str, Tensor], observations: Tensor) -> Tensors:
+        return run({name: observations, **{given: weights[given] for given in weights_of}})
+
+    return act
 
 
 def _one_input(graph: BoundedGraph) -> list[str]:

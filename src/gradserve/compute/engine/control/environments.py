@@ -10,7 +10,8 @@ Invariant: what a group does depends on (spec, seed, members, actions) alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -109,6 +110,12 @@ class Group(Protocol):
         """Free what the environments hold."""
 
 
+class MakeGroup(Protocol):
+    """How the environments numbered ``members`` are made: ``make_group``, or what a user's own class takes."""
+
+    def __call__(self, env: EnvSpec, seed: int, members: range, /) -> Group: ...
+
+
 def spaces_of(env: EnvSpec) -> tuple[SpaceSpec, SpaceSpec]:
     """The observation and the action space of an environment, which is made and closed for it."""
     with _single(env) as made:
@@ -126,10 +133,14 @@ def make_group(env: EnvSpec, seed: int, members: range) -> Group:
 
 
 class LoopGroup:
-    """Environments one by one; an episode that ends is followed by the next one's reset in the same step."""
+    """Environments one by one; an episode that ends is followed by the next one's reset in the same step.
 
-    def __init__(self, env: EnvSpec, seed: int, members: range) -> None:
-        self._made = [_made(env) for _ in members]
+    ``make`` makes one that is not registered.
+    """
+
+    def __init__(self, env: EnvSpec, seed: int, members: range, make: Callable[[], Any] | None = None) -> None:
+        self._make = make or functools.partial(_made, env)
+        self._made = [self._make() for _ in members]
         self._env, self._seed, self._members = env, seed, members
         self.observation_space = spec_of(self._made[0].observation_space)
         self.action_space = spec_of(self._made[0].action_space)
@@ -174,7 +185,7 @@ class LoopGroup:
     def _reset(self, i: int) -> Any:
         if self._env.id.startswith(_REMADE):
             self._made[i].close()
-            self._made[i] = _made(self._env)
+            self._made[i] = self._make()
         return self._made[i].reset(seed=episode_seed(self._seed, self._members[i], int(self._episodes[i])))[0]
 
     def _decode_all(self, columns: Floats) -> Iterator[Any]:

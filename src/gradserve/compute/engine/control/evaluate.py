@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradserve.compute.engine.control.actor import Actor, Policy, as_arrays, normaliser_for
-from gradserve.compute.engine.control.environments import Anchors, Group, make_group
+from gradserve.compute.engine.control.environments import Anchors, Group, MakeGroup, make_group
 from gradserve.compute.engine.control.noise import action_noise
 from gradserve.wire.control import EnvSpec, EpisodeStats, RolloutSpec, validate_rollout
 from gradserve.wire.errors import Invalid
@@ -29,6 +29,7 @@ def evaluate(
     deterministic: bool = True,
     normalise_observations: bool = False,
     clip_observation: float = 10.0,
+    make: MakeGroup = make_group,
 ) -> EpisodeStats:
     """Whole episodes, number i with the seed (seed, i): by the likeliest actions, or by drawn ones.
 
@@ -43,7 +44,7 @@ def evaluate(
     with torch.no_grad():
         for first in range(0, episodes, _TOGETHER):
             members = range(first, min(first + _TOGETHER, episodes))
-            envs = make_group(env, seed, members)
+            envs = make(env, seed, members)
             try:
                 actor = Actor(policy, weights, envs.action_space, normaliser_for(weights, spec, envs.observation_space))
                 found.append(_play(actor, envs, seed, members, deterministic))

@@ -7,15 +7,19 @@ from collections import OrderedDict
 
 import msgspec
 
-from gradserve.compute.engine.control.environments import Anchors, Group, make_group
+from gradserve.compute.engine.control.environments import Anchors, Group, MakeGroup, make_group
 from gradserve.wire.control import EnvSpec
 
 
 class LiveGroups:
-    """At most ``capacity`` groups, the least recently kept closed first. A group is taken out while it steps."""
+    """At most ``capacity`` groups, the least recently kept closed first. A group is taken out while it steps.
 
-    def __init__(self, capacity: int = 64) -> None:
+    ``make`` makes those that are not here.
+    """
+
+    def __init__(self, capacity: int = 64, make: MakeGroup = make_group) -> None:
         self._capacity = capacity
+        self._make = make
         self._groups: OrderedDict[str, Group] = OrderedDict()
         self.replayed_steps = 0
         """Steps of streams that were played again, for whoever tunes the capacity."""
@@ -25,7 +29,7 @@ class LiveGroups:
         live = self._groups.pop(_key(env, seed, members, anchors), None) if anchors is not None else None
         if live is not None:
             return live
-        group = make_group(env, seed, members)
+        group = self._make(env, seed, members)
         anchors = anchors or Anchors.fresh(group.streams, group.width)
         group.restore(anchors)
         self.replayed_steps += int(anchors.lengths.sum())

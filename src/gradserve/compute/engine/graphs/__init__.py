@@ -1,6 +1,7 @@
 """Graphs (wire/graph.py) that run: losses and policies of users, as data.
 
     operators   names -> torch operators, from the allow-list only
+    guards      sizes that an operator takes on trust, checked
     python      arithmetic on sizes and numbers, guarded
     executable  a graph, resolved once and run many times, differentiable
     cost        shapes, bytes and FLOPs of a graph by a dry run on fake tensors, against limits

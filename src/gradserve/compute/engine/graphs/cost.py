@@ -6,10 +6,11 @@ result sizes depend on values, or that would take too much; it stops itself when
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,6 +24,9 @@ from torch.utils.flop_counter import flop_registry
 from gradserve.compute.engine.graphs.executable import Executable, Step, dtype_of, failed
 from gradserve.wire.errors import GradserveError, Invalid
 from gradserve.wire.graph import MAX_VALUES, Graph, Input
+
+# torch logs a traceback of every operator that refuses its arguments; here that is the user's error, and is told to them.
+logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 DEFAULT_DTYPE: Final = torch.float32
 """Assumed for inputs of dtype ``any``."""
@@ -73,9 +77,10 @@ def measure(graph: Graph | Executable, sizes: dict[str, int], limits: Limits | N
     """
     limits = limits or Limits()
     executable = graph if isinstance(graph, Executable) else Executable(graph)
-    with FakeTensorMode() as fake, _Meter(limits) as meter:
+    with FakeTensorMode() as fake:
         values = {given.name: _fake_input(given, sizes) for given in executable.graph.inputs}
         constants = [fake.from_tensor(constant) for constant in executable.constants]
+    with fake, _Meter(limits, [*values.values(), *constants]) as meter:
         places = executable.begin(values, constants)
         nodes = [_dry_step(step, places, meter) for step in executable.steps]
         outputs = executable.finish(places)
@@ -104,14 +109,14 @@ class _Total:
 class _Meter(TorchDispatchMode):
     """Counts what every operator below the graph's own takes, and stops the run when a limit is passed."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, given: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.limits = limits
         self.total = _Total()
         self.held_bytes = 0
         self.peak_bytes = 0
         self._deadline = time.monotonic() + limits.seconds
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet(tensor.untyped_storage() for tensor in given)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
+from gradserve.compute.engine.graphs.guards import guarded
 from gradserve.compute.engine.graphs.python import FUNCTIONS
 from gradserve.wire.errors import Invalid
 from gradserve.wire.operators import FACTORIES, LISTS, allowed
@@ -33,7 +34,7 @@ def resolve(op: str) -> Callable[..., Any]:
     found = getattr(packet, overload[0], None) if len(overload) == 1 else None
     if not isinstance(found, OpOverload) or not _is_pure(found, factory=f"{namespace}.{name}" in FACTORIES):
         raise Invalid("graph_operator", f"{op[:64]!r} is no operator that returns new tensors.")
-    return found
+    return guarded(f"{namespace}.{name}", found)
 
 
 def _is_pure(overload: OpOverload, factory: bool) -> bool:
