@@ -13,10 +13,10 @@ import gradserve.wire.codec
 from tests.contract.gateway.gate import Gate
 
 HERE = Path(__file__).parent
-_CODE = re.compile(
-    r"(adapter|auth|body|checkpoint|compute|config|data|file|full|future|http|input|link|load|lora|loss|model|op|optim|prompt|query|run"
-    r"|sample|sampler|save|seed|seq|server|session|storage|unsupported|version|weights)\.(?!json$)[a-z_]+"
-)
+_AREAS = """adapter auth body checkpoint compute config data evaluate file full future graph http input link load lora loss
+model op optim policy prompt query rollout run sample sampler save seed seq server session storage trajectory unsupported
+update version weights""".split()
+_CODE = re.compile(rf"({'|'.join(_AREAS)})\.(?!json$)[a-z_]+")
 
 
 def check(name: str, lines: list[str]) -> None:
