@@ -13,10 +13,12 @@ import gradserve.wire.codec
 from tests.contract.gateway.gate import Gate
 
 HERE = Path(__file__).parent
-_AREAS = """adapter auth body checkpoint compute config data evaluate file full future graph http input link load lora loss
-model op optim policy prompt query rollout run sample sampler save seed seq server session storage trajectory unsupported
-update version weights""".split()
-_CODE = re.compile(rf"({'|'.join(_AREAS)})\.(?!json$)[a-z_]+")
+_CODE = re.compile(
+    r"""(adapter|auth|body|checkpoint|compute|config|data|evaluate|file|full|future|graph|http|input|link|load|lora|loss|model
+    |op|optim|policy|prompt|query|rollout|run|sample|sampler|save|seed|seq|server|session|storage|trajectory|unsupported
+    |update|version|weights)[.](?!json$)[a-z_]+""",
+    re.VERBOSE,
+)
 
 
 def check(name: str, lines: list[str]) -> None:
