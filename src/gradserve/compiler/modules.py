@@ -1,4 +1,4 @@
-"""Modules as graphs: a forward pass, or a loss of a module, with parameters and buffers as inputs of their own names."""
+"""Modules as graphs: a forward pass, or a loss of a module; parameters and buffers are inputs of their own names."""
 
 from __future__ import annotations
 

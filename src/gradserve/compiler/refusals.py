@@ -96,7 +96,8 @@ RANDOM = Refusal(
 )
 SIZE_LOOP = Refusal(
     "This makes a Python number of the size of a batch or of a row, which differs from request to request.",
-    "Use an operation on the whole tensor (sum, cumsum, flip) instead of a loop; T ** 0.5 instead of math.sqrt(T).",
+    "Use an operation on the whole tensor (sum, cumsum, flip) instead of a loop; x.shape[i] instead of len(x), "
+    "T ** 0.5 instead of math.sqrt(T).",
 )
 SIZE_BRANCH = Refusal(
     "This decides by the size of a batch or of a row, which differs from request to request.",

@@ -70,6 +70,9 @@ def _refusal(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Refusa
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         masks = [part for part in index if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8)]
         return refusals.MASK_INDEX if masks else None
+    if name in ("unbind", "__len__"):  # for row in x calls unbind
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        return None if isinstance(args[0].shape[dim], int) else refusals.SIZE_LOOP
     if name == "where" and len(args) + len(kwargs) == 1:
         return refusals.DATA_DEPENDENT
     if name in _DROPOUTS:

@@ -1,8 +1,9 @@
 """The public SDK's custom losses (create_custom_loss: a torch.fx trace as data) -> Graph.
 
 Such a loss sees one datum at a time; the losses of a request are summed (``over="row"``). fx names what was written:
-``torch.exp``, ``operator.mul``, the method ``sum``, the attribute ``shape``. Each becomes the ATen operator of that name,
-with Python's spelling of its arguments put right, or one of the ``py.*`` operations. What is not known is refused by name.
+``torch.exp``, ``operator.mul``, the method ``sum``, the attribute ``shape``. Each becomes the ATen operator of that
+name, Python's spelling of its arguments put right, or one of the ``py.*`` operations. What is not known is refused by
+name.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class _Translation:
         self.traced = traced
         self.values: dict[str, Value] = {}
         self.tuples: set[str] = set()
-        """Names of fx nodes that are a shape, not a number: ``x.view(y.shape)`` must not become ``x.view([y.shape])``."""
+        """Names of fx nodes that are a shape, not a number: ``x.view(y.shape)`` isn't ``x.view([y.shape])``."""
         self.nodes: list[Node] = []
         self.taken = {given.name for given in self.inputs}
         self.outputs: list[Output] = []
@@ -292,9 +293,8 @@ class _Translation:
         return self.values[name]
 
     def _output(self, node: FxNode) -> None:
-        parts = (
-            node.args[0].get("tuple") if node.args and isinstance(node.args[0], dict) else node.args and node.args[0]
-        )
+        returned = node.args[0] if node.args else None
+        parts = returned.get("tuple") if isinstance(returned, dict) else returned
         if not isinstance(parts, list) or len(parts) != 2:
             raise self.refused("must return (loss, metrics)")
         loss, metrics = parts
@@ -426,23 +426,12 @@ _FUNCTIONAL: Final = {
 }  # fmt: skip
 """Parameters of torch.nn.functional's functions after the first one."""
 _KEYWORDS: Final = {"input": "self", "input1": "self", "axis": "dim", "keepdims": "keepdim"}
-_UNUSED: Final = frozenset(
-    [
-        "inplace",
-        "size_average",
-        "reduce",
-        "out",
-        "requires_grad",
-        "generator",
-        "pin_memory",
-        "device",
-        "layout",
-        "_stacklevel",
-        "_unweighted",
-    ]
-)
 _IGNORED: Final = frozenset(["device", "_stacklevel"])
-"""Of those above, what may be given and makes no difference here."""
+"""Arguments that make no difference here."""
+_UNUSED: Final = _IGNORED | frozenset(
+    ["inplace", "size_average", "reduce", "out", "requires_grad", "generator", "pin_memory", "layout", "_unweighted"]
+)
+"""Arguments that must be left at None or False, those above apart."""
 _REDUCTIONS: Final = {"none": 0, "mean": 1, "sum": 2, "batchmean": 3}
 _FIELDS: Final = {"values": 0, "indices": 1}
 _ATTRIBUTES: Final = {

@@ -133,7 +133,8 @@ def decode(data: bytes | str) -> Graph:
     if size > MAX_BYTES:
         raise Invalid("graph_too_large", f"the graph's text has {size} bytes; at most {MAX_BYTES} are allowed.")
     try:
-        return _decoder.decode(data)
+        # msgspec takes no subclass of str, and gradserve.loss makes one.
+        return _decoder.decode(data.encode() if isinstance(data, str) else data)
     except RecursionError:
         raise Invalid("graph_format", "the graph's text nests too deeply.") from None
     except (msgspec.MsgspecError, UnicodeError, ValueError) as error:

@@ -265,12 +265,11 @@ def _flops(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], resu
     return max(sum(map(_items, _tensors(args))), sum(map(_items, _tensors(result))))
 
 
-def _recurrent_flops(func: OpOverload, args: tuple[Any, ...]) -> int:
+def _recurrent_flops(func: OpOverload, args: tuple[Tensor, ...]) -> int:
     """Two per weight and step of every row: input and recurrent products. Their gradient takes twice as many."""
-    inputs, *weights = args[:3]
-    steps = math.prod(inputs.shape[:2])
-    times = 2 if "backward" in func.name() else 1
-    return times * 2 * steps * sum(map(_items, weights))
+    steps = args[0].shape[0] * args[0].shape[1]
+    times = 2 if func.overloadpacket is torch.ops.aten.mkldnn_rnn_layer_backward else 1
+    return times * 2 * steps * sum(map(_items, args[1:3]))
 
 
 def _items(tensor: Tensor) -> int:
