@@ -10,14 +10,24 @@ if TYPE_CHECKING:
     from gradserve.client.full import create_full_training_client
     from gradserve.client.state import get_client_state, set_client_state
     from gradserve.compiler.losses import loss
+    from gradserve.compute.engine.graphs.module import load_module
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "connect", "create_full_training_client", "get_client_state", "loss", "set_client_state"]
+__all__ = [
+    "__version__",
+    "connect",
+    "create_full_training_client",
+    "get_client_state",
+    "load_module",
+    "loss",
+    "set_client_state",
+]
 
 _HOMES = {
     "connect": "client.connect",
     "create_full_training_client": "client.full",
     "get_client_state": "client.state",
+    "load_module": "compute.engine.graphs.module",
     "loss": "compiler.losses",
     "set_client_state": "client.state",
 }

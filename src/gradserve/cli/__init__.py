@@ -20,7 +20,7 @@ _COMMANDS = {
     "fork": "Name a step of a run, to begin another run with it.",
     "diff": "Compare two runs, or two steps.",
     "lineage": "Show where the weights of a run come from.",
-    "export": "Write a checkpoint as PEFT, merged model or GGUF; or all that a tenant owns.",
+    "export": "Write a checkpoint as PEFT, merged model, GGUF or ONNX; or all that a tenant owns.",
     "import": "Make a PEFT adapter a checkpoint to train on from.",
 }
 

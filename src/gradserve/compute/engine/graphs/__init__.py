@@ -3,6 +3,7 @@
     operators   names -> torch operators, from the allow-list only
     python      arithmetic on sizes and numbers, guarded
     executable  a graph, resolved once and run many times, differentiable
+    module      a graph as an nn.Module with weights
     cost        shapes, bytes and FLOPs of a graph by a dry run on fake tensors, against limits
 
 Invariant: nothing a graph says is ever looked up outside the allow-list, and nothing it computes is larger than was
@@ -11,5 +12,6 @@ measured before.
 
 from gradserve.compute.engine.graphs.cost import Cost, Limits, NodeCost, measure
 from gradserve.compute.engine.graphs.executable import Executable
+from gradserve.compute.engine.graphs.module import GraphModule, load_module
 
-__all__ = ["Cost", "Executable", "Limits", "NodeCost", "measure"]
+__all__ = ["Cost", "Executable", "GraphModule", "Limits", "NodeCost", "load_module", "measure"]
