@@ -10,8 +10,8 @@ from gradserve.compute.catalog import FAMILIES
 from gradserve.compute.engine.base import Base
 from gradserve.compute.engine.kernels import FAST
 from gradserve.compute.engine.lane import Lane
-from gradserve.compute.engine.sequences import Sequence, Stem
 from gradserve.compute.engine.scores import _TargetLogprobs
+from gradserve.compute.engine.sequences import Sequence, Stem
 from gradserve.compute.tasks import Done, Failed, SampleTask
 from gradserve.wire.ops import Sample
 from tests.numerics import reference

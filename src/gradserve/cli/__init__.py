@@ -20,7 +20,12 @@ _COMMANDS = {
     "fork": "Name a step of a run, to begin another run with it.",
     "diff": "Compare two runs, or two steps.",
     "lineage": "Show where the weights of a run come from.",
+<<<<<<< HEAD
     "export": "Write a checkpoint as PEFT, merged model, GGUF or ONNX; or all that a tenant owns.",
+=======
+    "export": "Write a checkpoint as PEFT, merged model or GGUF; or all that a tenant owns.",
+    "restore": "Bring a data directory back from the archive alone.",
+>>>>>>> main
     "import": "Make a PEFT adapter a checkpoint to train on from.",
 }
 

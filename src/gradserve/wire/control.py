@@ -25,8 +25,8 @@ MAX_TRANSITIONS = 1 << 22
 MAX_SETTINGS, MAX_ITEMS, MAX_TEXT = 64, 4096, 256
 """Bounds of an environment's settings: how many, items of a list, characters of a text."""
 
-_ID = re.compile(r"^(?:[\w-]+/)?[\w.-]+$", re.ASCII)
-_DENIED_IDS = re.compile(r"^GymV\d+Environment-")
+_ID = re.compile(r"(?:[\w-]+/)?\w[\w.-]*", re.ASCII)
+_DENIED_IDS = re.compile(r"GymV\d+Environment-")
 """Bridges to other libraries: they take an id of their own, which may name a module to import."""
 _DENIED_SETTINGS = frozenset(
     {
@@ -198,7 +198,7 @@ def validate_env(env: EnvSpec) -> None:
     """Raises Invalid for an id that is not a plain registered one, or settings that an environment may not be given."""
     if ":" in env.id:
         _refuse("env.id", f"{env.id!r} names a module to import.", "Send a registered id without a module.")
-    if not _ID.match(env.id) or _DENIED_IDS.match(env.id):
+    if not _ID.fullmatch(env.id) or _DENIED_IDS.match(env.id):
         _refuse("env.id", f"{env.id!r} is not served.", "Send a registered id such as CartPole-v1.")
     if env.max_episode_steps is not None:
         _at_least_one("env.max_episode_steps", env.max_episode_steps)

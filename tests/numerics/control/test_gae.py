@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from gradserve.compute.engine.control.gae import advantages
 
 
-def column(*values: float) -> np.ndarray:
+def column(*values: float) -> NDArray[Any]:
     return np.array(values)[:, None]
 
 

@@ -54,8 +54,8 @@ def test_treating_a_cut_as_an_end_would_show() -> None:
     trajectory = collected(corridor(False, limit=3), {"v": CUT}, 6)
     assert trajectory["truncated"].any()
     following = np.where(trajectory["truncated"], 0, trajectory["next_values"])
-    arrays = (trajectory[name].numpy() for name in ("rewards", "values"))
-    wrong = advantages(*arrays, following, trajectory["truncated"].numpy(), GAMMA, 0.95)
+    rewards, values = trajectory["rewards"].numpy(), trajectory["values"].numpy()
+    wrong = advantages(rewards, values, following, trajectory["truncated"].numpy(), GAMMA, 0.95)
     assert wrong.min() < -8
 
 

@@ -108,14 +108,14 @@ def by_plain_torch(weights: Tensors, trajectory: Tensors, settings: PPOConfig, s
     advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
     for _ in range(steps):
         found = mlp(parameters, flat["observations"])
-        chosen = torch.distributions.Categorical(logits=found["logits"])
+        chosen: Any = torch.distributions.Categorical(logits=found["logits"])
         ratio = (chosen.log_prob(flat["actions"][:, 0]) - flat["logprobs"]).exp()
         held = ratio.clamp(1 - settings.clip_range, 1 + settings.clip_range)
         policy_loss = -torch.min(ratio * advantage, held * advantage).mean()
         value_loss = (found["value"][:, 0] - returns).square().mean()
         loss = policy_loss + settings.vf_coef * value_loss - settings.ent_coef * chosen.entropy().mean()
         adam.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters.values(), settings.max_grad_norm)
         adam.step()
     return {name: parameter.detach() for name, parameter in parameters.items()}
@@ -161,7 +161,7 @@ def test_the_stored_log_probabilities_are_those_of_the_policy_that_acted() -> No
     weights = mlp_weights(2, 1, box=True)
     trajectory, _, _ = rollout(mlp, weights, RolloutSpec(EnvSpec(RANDOM_WALK), 3, 8, seed=1), 0, None)
     found = mlp(weights, trajectory["observations"].reshape(24, 2))
-    expected = torch.distributions.Normal(found["mean"], found["log_std"].exp())
+    expected: Any = torch.distributions.Normal(found["mean"], found["log_std"].exp())
     actions = trajectory["actions"].reshape(24, 1)
     assert actions.abs().max() > 1  # what the environment got was clipped, what is judged is what was drawn
     assert torch.allclose(trajectory["logprobs"].reshape(24), expected.log_prob(actions)[:, 0], atol=1e-5)

@@ -84,9 +84,11 @@ class RandomWalk(gymnasium.Env[Any, Any]):
 def register() -> None:
     """Makes the toys known to Gymnasium, once."""
     if CORRIDOR not in gymnasium.registry:
-        gymnasium.register(CORRIDOR, entry_point=Corridor)
-        gymnasium.register(CORRIDOR_TOGETHER, entry_point=Corridor, vector_entry_point=CorridorTogether)
-        gymnasium.register(RANDOM_WALK, entry_point=RandomWalk, max_episode_steps=9)
+        gymnasium.register(CORRIDOR, entry_point=f"{__name__}:Corridor")
+        gymnasium.register(
+            CORRIDOR_TOGETHER, entry_point=f"{__name__}:Corridor", vector_entry_point=f"{__name__}:CorridorTogether"
+        )
+        gymnasium.register(RANDOM_WALK, entry_point=f"{__name__}:RandomWalk", max_episode_steps=9)
 
 
 def corridor(together: bool, terminates: int = 0, limit: int | None = None) -> EnvSpec:

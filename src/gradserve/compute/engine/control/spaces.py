@@ -108,13 +108,13 @@ class ActionDecoder:
             case "discrete":
                 return (columns[..., 0].astype(self._dtype) + self._start[0]).astype(self._dtype)
             case "multi_discrete":
-                return (columns.astype(self._dtype) + self._start).reshape(*lead, *spec.shape)
+                return (columns.astype(self._dtype) + self._start).reshape((*lead, *spec.shape))
             case "multi_binary":
-                return columns.astype(self._dtype).reshape(*lead, *spec.shape)
+                return columns.astype(self._dtype).reshape((*lead, *spec.shape))
         values = np.clip(columns.astype(np.float64), self._low, self._high)
         if self._dtype.kind != "f":
             values = np.rint(values)
-        return values.astype(self._dtype).reshape(*lead, *spec.shape)
+        return values.astype(self._dtype).reshape((*lead, *spec.shape))
 
     def _split(self, columns: Floats) -> list[Any]:
         ends = np.cumsum([part.size for part in self._spec.parts])[:-1]
