@@ -14,18 +14,15 @@ _COMMANDS = {
     "quickstart": "Teach a small language model a task by RL, end to end.",
     "runs": "List runs: steps, tokens, cost.",
     "run": "Show one run: its state, checkpoints and bill.",
+    "program": "Print what a request was lowered to: Tasks, graphs, bytes and FLOPs.",
     "checkpoints": "List the steps of a run that can be had again.",
     "resume": "Name the last complete step of a run, to go on from it.",
     "rollback": "Make an earlier step of a run its current one.",
     "fork": "Name a step of a run, to begin another run with it.",
     "diff": "Compare two runs, or two steps.",
     "lineage": "Show where the weights of a run come from.",
-<<<<<<< HEAD
     "export": "Write a checkpoint as PEFT, merged model, GGUF or ONNX; or all that a tenant owns.",
-=======
-    "export": "Write a checkpoint as PEFT, merged model or GGUF; or all that a tenant owns.",
     "restore": "Bring a data directory back from the archive alone.",
->>>>>>> main
     "import": "Make a PEFT adapter a checkpoint to train on from.",
 }
 

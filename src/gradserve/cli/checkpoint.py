@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,20 +10,15 @@ from typing import TypeVar
 
 import click
 
-from gradserve.cli.source import open_store, server_url
+from gradserve.cli.source import open_store, server_url, stored_object
 from gradserve.client.extensions import ExtensionError
 from gradserve.compute.catalog import BaseFacts, ModelUnusable, read_facts
-<<<<<<< HEAD
 from gradserve.compute.checkpoints import GRAPH_FILE
 from gradserve.compute.exports import ModuleSource, Source, sha256
-from gradserve.store.base import Checkpoint
-from gradserve.wire.ops import LoraConfig, module_graph
-=======
-from gradserve.compute.exports import Source, sha256
 from gradserve.store.base import Checkpoint, Store
 from gradserve.store.wakeups import MakeWhole
-from gradserve.wire.ops import LoraConfig
->>>>>>> main
+from gradserve.wire import graph as ir
+from gradserve.wire.ops import LoraConfig, module_graph
 
 T = TypeVar("T")
 
@@ -89,11 +83,10 @@ def _from_disk(data_dir: Path | None, path: str) -> _Found:
     return checkpoint.base, checkpoint.lora, file, checkpoint.weights
 
 
-<<<<<<< HEAD
 def _graph(url: str | None, data_dir: Path | None, path: str, digest: str) -> bytes:
     """The forward graph of a module's checkpoint, compared with its digest."""
-    text = _graph_from_disk(data_dir, digest) if url is None else _graph_from_server(url, path)
-    if hashlib.sha256(text).hexdigest() != digest:
+    text = stored_object(data_dir, digest) if url is None else _graph_from_server(url, path)
+    if ir.digest(text) != digest:
         raise click.ClickException(f"the graph of {path} is damaged: it is not the one with the SHA-256 {digest}")
     return text
 
@@ -107,18 +100,6 @@ def _graph_from_server(url: str, path: str) -> bytes:
         raise click.ClickException(str(error)) from error
 
 
-def _graph_from_disk(data_dir: Path | None, digest: str) -> bytes:
-    from gradserve.bootstrap import Paths
-    from gradserve.compute.objects import SUFFIX
-
-    file = Paths(_data_dir(data_dir)).objects / (digest + SUFFIX)
-    if not file.is_file():
-        raise click.ClickException(f"the graph is lost: there is no {file}")
-    return file.read_bytes()
-
-
-async def _checkpoint(data_dir: Path | None, path: str) -> Checkpoint | None:
-=======
 def _unusable(data_dir: Path | None, checkpoint: Checkpoint, what: str) -> click.ClickException:
     """With what is good instead. Nothing is mended here: only a server may write to its data directory."""
     from gradserve.bootstrap import Paths
@@ -135,7 +116,6 @@ def _unusable(data_dir: Path | None, checkpoint: Checkpoint, what: str) -> click
 
 
 async def _checkpoint(store: Store, path: str) -> Checkpoint | None:
->>>>>>> main
     run_id, kind, name = path.removeprefix("tinker://").split("/")
     return await store.get_checkpoint(None, run_id, kind, name)
 

@@ -76,6 +76,7 @@ def measure(graph: Graph | Executable, sizes: dict[str, int], limits: Limits | N
     with FakeTensorMode() as fake, _Meter(limits) as meter:
         values = {given.name: _fake_input(given, sizes) for given in executable.graph.inputs}
         constants = [fake.from_tensor(constant) for constant in executable.constants]
+        meter.start()
         places = executable.begin(values, constants)
         nodes = [_dry_step(step, places, meter) for step in executable.steps]
         outputs = executable.finish(places)
@@ -127,6 +128,11 @@ class _Meter(TorchDispatchMode):
         self.total = _Total(self.total.bytes + new_bytes, self.total.flops + flops)
         self._check_total()
         return result
+
+    def start(self) -> None:
+        """Count from here: the inputs were looked at, but are not the graph's own work."""
+        self.total = _Total()
+        self.held_bytes = self.peak_bytes = 0
 
     def _check_size(self, func: OpOverload, tensor: Tensor) -> None:
         size = tensor.numel() * tensor.element_size()
