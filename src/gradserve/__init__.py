@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from gradserve.client.connect import connect
     from gradserve.client.full import create_full_training_client
     from gradserve.client.state import get_client_state, set_client_state
+    from gradserve.compiler.client_side import forward_backward
+    from gradserve.compiler.foreign import jax_loss, numpy_loss, tensorflow_loss
     from gradserve.compiler.losses import loss
     from gradserve.compute.engine.graphs.module import load_module
 
@@ -17,19 +19,27 @@ __all__ = [
     "__version__",
     "connect",
     "create_full_training_client",
+    "forward_backward",
     "get_client_state",
+    "jax_loss",
     "load_module",
     "loss",
+    "numpy_loss",
     "set_client_state",
+    "tensorflow_loss",
 ]
 
 _HOMES = {
     "connect": "client.connect",
     "create_full_training_client": "client.full",
+    "forward_backward": "compiler.client_side",
     "get_client_state": "client.state",
+    "jax_loss": "compiler.foreign",
     "load_module": "compute.engine.graphs.module",
     "loss": "compiler.losses",
+    "numpy_loss": "compiler.foreign",
     "set_client_state": "client.state",
+    "tensorflow_loss": "compiler.foreign",
 }
 """Where in gradserve each name is."""
 

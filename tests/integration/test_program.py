@@ -89,7 +89,7 @@ def test_a_run_of_a_language_model(place: tuple[str, Path], ask: Ask) -> None:
     supervised = [datum([5, 6, 7, 8], weights=[1.0] * 4)]
     loss = gradserve.loss(normalised)
     run.forward_backward(supervised, "cross_entropy").result()
-    run.forward_backward(rows, loss).result()
+    gradserve.forward_backward(run, rows, loss).result()
     run.optim_step(adam()).result()
     run.forward(supervised, "cross_entropy").result()
     name, forward, own = run.model_id, 2 * (MATRICES + ADAPTER), 2 * ADAPTER
@@ -139,7 +139,7 @@ def test_a_graph(place: tuple[str, Path], ask: Ask) -> None:
 
     loss = gradserve.loss(squared)
     run = client(place[0]).create_lora_training_client(base_model="tiny", rank=RANK, seed=1).result()
-    run.forward_backward([datum([5, 6, 7])], loss).result()
+    gradserve.forward_backward(run, [datum([5, 6, 7])], loss).result()
     assert lines(ask(loss.digest, "--size", "B=3", "--size", "T=5")) == [
         *ir.to_text(loss.graph).splitlines(),
         "at B=3, T=5",
