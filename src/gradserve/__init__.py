@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from gradserve.client.full import create_full_training_client
     from gradserve.client.modules import ModuleClient
     from gradserve.client.state import get_client_state, set_client_state
+    from gradserve.compiler.client_side import forward_backward
+    from gradserve.compiler.foreign import jax_loss, numpy_loss, tensorflow_loss
     from gradserve.compiler.losses import loss
+    from gradserve.compute.engine.graphs.module import load_module
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,9 +25,14 @@ __all__ = [
     "connect",
     "create_full_training_client",
     "fit",
+    "forward_backward",
     "get_client_state",
+    "jax_loss",
+    "load_module",
     "loss",
+    "numpy_loss",
     "set_client_state",
+    "tensorflow_loss",
 ]
 
 _HOMES = {
@@ -33,9 +41,14 @@ _HOMES = {
     "connect": "client.connect",
     "create_full_training_client": "client.full",
     "fit": "algorithms.fit",
+    "forward_backward": "compiler.client_side",
     "get_client_state": "client.state",
+    "jax_loss": "compiler.foreign",
+    "load_module": "compute.engine.graphs.module",
     "loss": "compiler.losses",
+    "numpy_loss": "compiler.foreign",
     "set_client_state": "client.state",
+    "tensorflow_loss": "compiler.foreign",
 }
 """Where in gradserve each name is."""
 

@@ -22,7 +22,7 @@ from gradserve.cli import main
 from gradserve.cli.tenant_files import write_export
 from gradserve.cli.tenant_readme import FIELDS, readme
 from gradserve.compute.objects import ObjectStore, shared_memory_root
-from gradserve.store.base import AGE_RECIPIENTS, Event, Metrics, Store
+from gradserve.store.base import AGE_RECIPIENTS, Event, Metrics, Store, StoredGraph
 from gradserve.store.sql import SqlStore
 from gradserve.wire.codec import encode_forward_backward
 from gradserve.wire.data import Array, Row, as_tokens
@@ -85,6 +85,7 @@ async def two_tenants(store: Store) -> None:
             line = a_line(seq, amount, tenant=tenant, id=f"{tenant} {seq}", run_id=run, compute_ms=Decimal("0.001"))
             await write_line(store, line)
         await write_checkpoint(store, a_checkpoint(tenant=tenant, run_id=run))
+        await store.put_graph(StoredGraph(tenant, f"graph of {tenant}", "a loss", 9, 50.0))
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:

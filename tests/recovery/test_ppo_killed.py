@@ -56,7 +56,8 @@ def at_some_moment(disaster: Callable[[], None], work: Callable[[], None], after
 
 
 def states(run: ModuleClient) -> dict[str, Tensor]:
-    return load(run.weights())
+    found: dict[str, Tensor] = load(run.weights())
+    return found
 
 
 def test_ppo_goes_on_bit_for_bit(tmp_path: Path) -> None:

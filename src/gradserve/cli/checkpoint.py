@@ -10,21 +10,27 @@ from typing import TypeVar
 
 import click
 
-from gradserve.cli.source import open_store, server_url
+from gradserve.cli.source import open_store, server_url, stored_object
 from gradserve.client.extensions import ExtensionError
 from gradserve.compute.catalog import BaseFacts, ModelUnusable, read_facts
-from gradserve.compute.exports import Source, sha256
+from gradserve.compute.checkpoints import GRAPH_FILE
+from gradserve.compute.exports import ModuleSource, Source, sha256
 from gradserve.store.base import Checkpoint, Store
 from gradserve.store.wakeups import MakeWhole
-from gradserve.wire.ops import LoraConfig
+from gradserve.wire import graph as ir
+from gradserve.wire.ops import LoraConfig, module_graph
 
 T = TypeVar("T")
 
 _FLAGS = ("train_attn", "train_mlp", "train_unembed")
 
 
-def find(path: str, base: Path | None, data_dir: Path | None, scratch: Path, tell: Callable[[str], None]) -> Source:
-    """The checkpoint of a tinker:// path; what comes from a server is put into the folder ``scratch``.
+def find(
+    path: str, base: Path | None, data_dir: Path | None, scratch: Path, tell: Callable[[str], None]
+) -> Source | ModuleSource:
+    """The checkpoint of a tinker:// path, of a language model or of a module.
+
+    What comes from a server is put into the folder ``scratch``.
 
     ``base`` is the directory of the base model; None looks among the configured models. Raises ClickException.
     """
@@ -35,6 +41,10 @@ def find(path: str, base: Path | None, data_dir: Path | None, scratch: Path, tel
         name, lora, file, digest = _from_server(url, path, scratch)
     else:
         name, lora, file, digest = _from_disk(data_dir, path)
+    if (graph := module_graph(name)) is not None:
+        if base is not None:
+            raise click.ClickException(f"{path} is a module: it has no base model, leave --base out")
+        return ModuleSource(path, _graph(url, data_dir, path, graph), file, digest)
     return Source(path, _base(name, base, data_dir, tell), lora, file, digest)
 
 
@@ -71,6 +81,23 @@ def _from_disk(data_dir: Path | None, path: str) -> _Found:
         words = f"the weights of {path} are damaged: the bytes of {file} have the SHA-256 {found}"
         raise _unusable(data_dir, checkpoint, words)
     return checkpoint.base, checkpoint.lora, file, checkpoint.weights
+
+
+def _graph(url: str | None, data_dir: Path | None, path: str, digest: str) -> bytes:
+    """The forward graph of a module's checkpoint, compared with its digest."""
+    text = stored_object(data_dir, digest) if url is None else _graph_from_server(url, path)
+    if ir.digest(text) != digest:
+        raise click.ClickException(f"the graph of {path} is damaged: it is not the one with the SHA-256 {digest}")
+    return text
+
+
+def _graph_from_server(url: str, path: str) -> bytes:
+    from gradserve.client import download
+
+    try:
+        return download.small_file(url, path, os.environ.get("TINKER_API_KEY", "tml-local"), GRAPH_FILE)
+    except ExtensionError as error:
+        raise click.ClickException(str(error)) from error
 
 
 def _unusable(data_dir: Path | None, checkpoint: Checkpoint, what: str) -> click.ClickException:

@@ -73,3 +73,15 @@ def open_store(data_dir: Path | None) -> Store:
             "GRADSERVE_URL to ask a server."
         )
     return SqlStore.at(database, read_only=True)
+
+
+def stored_object(data_dir: Path | None, digest: str) -> bytes:
+    """The bytes of a durable object as they lie there, not compared. Raises ClickException when it is lost."""
+    from gradserve.bootstrap import Paths
+    from gradserve.compute.objects import SUFFIX
+    from gradserve.settings import Settings
+
+    file = Paths(data_dir or Settings().data_dir).objects / (digest + SUFFIX)
+    if not file.is_file():
+        raise click.ClickException(f"the object {digest} is lost: there is no {file}")
+    return file.read_bytes()

@@ -185,7 +185,7 @@ Colons in run ids are written as underscores.
 
 - `adapter_model.safetensors`, `adapter_config.json`: a LoRA adapter as `peft.PeftModel.from_pretrained` reads it; or
 - `model.safetensors`, `config.json`, tokenizer files: a whole model as `transformers` reads it.
-- `model.safetensors`, `forward.graph.json`: a module's parameters and buffers, and its forward pass (docs/reference/graph-ir.md).
+- `model.safetensors`, `forward.graph.json`: a module's parameters and buffers, and its forward pass.
 - `optimizer.safetensors`: AdamW's moments, of training checkpoints that have made a step.
 - `*.age`: the same files encrypted with age (age-encryption.org), of external weights that were saved with recipients.
 

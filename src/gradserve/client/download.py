@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -31,16 +33,37 @@ def weights(url: str, path: str, api_key: str, file: Path) -> str:
 
     Raises ExtensionError, also when the bytes that came have another.
     """
+    (link,) = [link for name, link in _links(url, path, api_key).items() if name.endswith(".safetensors")]
+    with _saying(f"the weights of {path}"):
+        return _fetch(link, file)
+
+
+def small_file(url: str, path: str, api_key: str, name: str) -> bytes:
+    """A file beside the weights, adapter_config.json for one. Raises ExtensionError."""
+    links = _links(url, path, api_key)
+    if name not in links:
+        raise ExtensionError(f"{path} has no file {name}", 404)
+    with _saying(f"{name} of {path}"), urllib.request.urlopen(links[name], timeout=60) as response:
+        content: bytes = response.read()
+        return content
+
+
+def _links(url: str, path: str, api_key: str) -> dict[str, str]:
     run_id, kind, name = path.removeprefix("tinker://").split("/")
     place = f"training_runs/{quote(run_id, safe=':')}/checkpoints/{kind}/{quote(name)}/external_weights_urls"
     urls: dict[str, str] = json.loads(call(url, place, api_key))["urls"]
-    (link,) = [link for name, link in urls.items() if name.endswith(".safetensors")]
+    return urls
+
+
+@contextlib.contextmanager
+def _saying(what: str) -> Iterator[None]:
+    """What goes wrong in a download, as ExtensionError."""
     try:
-        return _fetch(link, file)
+        yield
     except urllib.error.HTTPError as error:
         raise ExtensionError(f"the server answered {error.code}: {detail(error.read())}", error.code) from error
     except OSError as error:
-        raise ExtensionError(f"the weights of {path} could not be fetched: {error}", None) from error
+        raise ExtensionError(f"{what} could not be fetched: {error}", None) from error
 
 
 def _fetch(link: str, file: Path) -> str:

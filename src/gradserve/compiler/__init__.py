@@ -1,12 +1,17 @@
-"""On the user's machine: Python functions and modules become graphs (wire/graph.py). Needs torch; computes nothing.
+"""On the user's machine: Python functions and modules become graphs (wire/graph.py). Needs torch.
 
-    losses    capture_loss, loss: a function of named tensors
-    modules   capture_module, capture_program: an nn.Module, or a function of one
-    capture   what both have in common: a function of a dict of tensors
-    declare   "float32[token, 5]": dtypes and shapes of inputs
-    tracing   torch.export, watched: what a graph can't hold is refused where the user wrote it
-    lowering  the exported program -> Graph
-    refusals  CaptureError: file and line, the reason, the cure
+    losses       capture_loss, loss: a function of named tensors
+    modules      capture_module, capture_program: an nn.Module, or a function of one
+    capture      what both have in common: a function of a dict of tensors
+    declare      "float32[token, 5]": dtypes and shapes of inputs
+    tracing      torch.export, watched: what a graph can't hold is refused where the user wrote it
+    lowering     the exported program -> Graph
+    refusals     CaptureError: file and line, the reason, the cure
+
+Only two files compute something here, for losses that take the client-side road:
+
+    client_side  ClientLoss: what can't be captured, where that was asked for
+    foreign      numpy_loss, jax_loss, tensorflow_loss
 
 torch is imported when one of these is first used, so that a client without it can import gradserve.
 """

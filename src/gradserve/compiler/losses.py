@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
 from gradserve.compiler import refusals
 from gradserve.compiler.capture import capture, name_of, named_losses
+from gradserve.compiler.client_side import ClientLoss
 from gradserve.compiler.declare import declared
 from gradserve.compiler.refusals import CaptureError
 from gradserve.wire.graph import Graph, Input, decode, digest, encode
@@ -51,12 +53,38 @@ class Loss(str):
         return _from_text, (str(self), self.fn)
 
 
-def loss(fn: Callable[..., Any], *, inputs: Mapping[str, str] | None = None, **settings: Any) -> Loss:
+@overload
+def loss(
+    fn: Callable[..., Any], *, inputs: Mapping[str, str] | None = None, fallback: None = None, **settings: Any
+) -> Loss: ...
+@overload
+def loss(
+    fn: Callable[..., Any], *, inputs: Mapping[str, str] | None = None, fallback: Literal["client"], **settings: Any
+) -> Loss | ClientLoss: ...
+def loss(
+    fn: Callable[..., Any],
+    *,
+    inputs: Mapping[str, str] | None = None,
+    fallback: Literal["client"] | None = None,
+    **settings: Any,
+) -> Loss | ClientLoss:
     """A loss that runs beside the weights: ``training_client.forward_backward(data, gradserve.loss(my_loss))``.
 
     Arguments as for :func:`capture_loss`: ``loss(ppo, clip=0.1)`` captures ``ppo`` with its setting ``clip`` at 0.1.
+    With ``fallback="client"`` a function that can't be captured becomes a ClientLoss, with a warning that says why;
+    ``gradserve.forward_backward(training_client, data, loss)`` takes either.
     """
-    return Loss(capture_loss(fn, inputs=inputs, settings=settings), fn)
+    if fallback not in (None, "client"):
+        raise ValueError(f"fallback is {fallback!r}; it may be 'client', or left out")
+    try:
+        return Loss(capture_loss(fn, inputs=inputs, settings=settings), fn)
+    except CaptureError as error:
+        if fallback is None:
+            raise
+        given, constants = _parameters(fn, dict(inputs or {}), dict(settings))
+        found = ClientLoss(fn, given, constants, error)
+        warnings.warn(f"{name_of(fn)} runs on the client, in two requests instead of one: {error}", stacklevel=2)
+        return found
 
 
 def capture_batch_loss(

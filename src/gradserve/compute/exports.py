@@ -11,6 +11,9 @@ from gradserve.compute.catalog import BaseFacts
 from gradserve.wire.ops import LoraConfig
 
 Format = Literal["peft", "merged", "gguf"]
+"""Of a language model."""
+ModuleFormat = Literal["safetensors", "onnx"]
+"""Of a module (a run whose base is a graph)."""
 DType = Literal["float32", "float16", "bfloat16"]
 DTYPES: tuple[DType, ...] = get_args(DType)
 
@@ -43,6 +46,42 @@ class Source:
     lora: LoraConfig | None
     weights: Path
     digest: str
+
+
+@dataclass(frozen=True)
+class ModuleSource:
+    """A module's checkpoint on this machine, compared with its digests: forward graph (text), parameters, buffers."""
+
+    path: str
+    graph: bytes
+    weights: Path
+    digest: str
+
+
+@dataclass(frozen=True)
+class ModuleParity:
+    """Outputs of a module on seeded inputs, artefact against interpreter.
+
+    ``differences`` are the largest of each output, over its largest value where that exceeds 1. ``batches`` are the
+    sizes that were computed.
+    """
+
+    differences: dict[str, float]
+    batches: list[int]
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        """Not a number never passes."""
+        return all(difference <= self.bound for difference in self.differences.values())
+
+
+@dataclass(frozen=True)
+class ExportedModule:
+    """A module that was written to ``folder``."""
+
+    folder: Path
+    parity: ModuleParity
 
 
 @dataclass(frozen=True)
@@ -97,6 +136,28 @@ def stamp(source: Source, format: Format, exported: Exported, versions: dict[str
             "passed": parity.passed,
             "texts": HELD_TEXTS,
             "tokens": parity.prompts,
+        },
+    }
+
+
+def module_stamp(
+    source: ModuleSource, format: ModuleFormat, exported: ExportedModule, versions: dict[str, str | None]
+) -> dict[str, Any]:
+    """The content of STAMP for a module."""
+    return {
+        "source": source.path,
+        "weights_sha256": source.digest,
+        "graph_sha256": hashlib.sha256(source.graph).hexdigest(),
+        "format": format,
+        "files_sha256": _digests(exported.folder, "*"),
+        "versions": versions,
+        "parity": {
+            "compared": "the outputs on seeded inputs: the artefact as loaded from its files, against gradserve's "
+            "interpreter on the checkpoint itself; differences relative to the output's largest value above 1",
+            "differences": exported.parity.differences,
+            "batches": exported.parity.batches,
+            "bound": exported.parity.bound,
+            "passed": exported.parity.passed,
         },
     }
 

@@ -79,9 +79,11 @@ class Program:
     steps: tuple[Step, ...]
 
     def __str__(self) -> str:
-        lines = [f"program {self.op_id}"]
-        lines += [f"  %{number} = {_words(step)}" for number, step in enumerate(self.steps)]
-        return "\n".join(lines)
+        return "\n".join([f"program {self.op_id}", *(f"  {line}" for line in self.lines())])
+
+    def lines(self) -> list[str]:
+        """One line for each step."""
+        return [f"%{number} = {_words(step)}" for number, step in enumerate(self.steps)]
 
 
 def _module_words(task: ModuleTask) -> str:

@@ -97,7 +97,7 @@ def export_rows(database: Path, tenant: str, folder: Path, *, bodies: bool = Fal
                 )
             lines["ledger.csv"] = _write_csv(folder / "ledger.csv", _rows(connection, LedgerLine, ledger, tenant))
             lines["ops.jsonl"] = _write_lines(folder / "ops.jsonl", _ops(connection, tenant, bodies))
-            kept = list(_rows(connection, StoredGraph, graphs, tenant))
+            kept = [StoredGraph(**row) for row in _rows(connection, StoredGraph, graphs, tenant)]
             return ExportedRows(lines, _total(connection, tenant), _checkpoints(connection, tenant), kept)
     finally:
         connection.close()

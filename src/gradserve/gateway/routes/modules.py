@@ -24,6 +24,8 @@ from gradserve.gateway.submit import accept, future_of, known_run, live_session,
 from gradserve.gateway.validate.models import adam_params, metadata, seed_or_drawn, sequence, sgd_params
 from gradserve.gateway.validate.modules import check_arrays, check_policy, check_trajectory, check_weights, module_graph
 from gradserve.store.base import Run
+from gradserve.wire import graph as ir
+from gradserve.wire.codec import JSON
 from gradserve.wire.control import validate_env, validate_ppo, validate_rollout
 from gradserve.wire.errors import Invalid
 from gradserve.wire.graph import Graph
@@ -76,6 +78,11 @@ async def put_graph(call: Call) -> Response:
     """Keep a graph of a module's parameters (a loss, another head); later requests name it by its hash."""
     body = await call.json(GraphBody)
     return answer_json({"graph": await keep(call, module_graph(body.graph))})
+
+
+async def get_graph(call: Call) -> Response:
+    """The text of a graph that was kept."""
+    return Response(ir.encode(await kept(call, call.path("graph"), "graph")), media_type=JSON)
 
 
 async def apply(call: Call) -> Response:
@@ -196,6 +203,7 @@ def _no_module(run: Run) -> Invalid:
 ROUTES = [
     Api("POST", "/gradserve/modules", create_module),
     Api("POST", "/gradserve/graphs", put_graph, GraphBody),
+    Api("GET", "/gradserve/graphs/{graph}", get_graph),
     Api("POST", "/gradserve/apply", apply),
     Api("POST", "/gradserve/optim_step", optim_step, StepBody),
     Api("POST", "/gradserve/rollout", rollout, RolloutBody),

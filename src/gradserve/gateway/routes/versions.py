@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from gradserve.compute.norms import weight_norms
 from gradserve.compute.objects import ObjectCorrupt, ObjectMissing
+from gradserve.compute.sizes import size_of
 from gradserve.gateway.answers import cursor, page_of
 from gradserve.gateway.bodies import NameBody, RollbackBody
 from gradserve.gateway.call import Api, Call, answer_json, no_content
@@ -21,6 +22,7 @@ from gradserve.gateway.storage import stored_of
 from gradserve.gateway.submit import known_run
 from gradserve.gateway.validate.models import checkpoint_name, parse_path, ttl, unknown_checkpoint
 from gradserve.store.base import Checkpoint, Run
+from gradserve.store.journalled import journalled_op
 from gradserve.store.lineage import lineage_of
 from gradserve.store.summary import summary_of
 from gradserve.store.wakeups import MakeWhole, NameVersion, Rollback
@@ -77,6 +79,21 @@ async def summary(call: Call) -> Response:
     found = await summary_of(call.store, call.tenant, run, version, weights)
     norms = await asyncio.to_thread(_norms, call, weights)
     return answer_json(msgspec.structs.replace(found, norms=norms, stored=await stored_of(call, run)))
+
+
+async def program(call: Call) -> Response:
+    """An Op of a run (``?seq=``; else the newest that trains) as ``gradserve program`` lowers and prints it."""
+    run = await known_run(call, call.path("run_id"), "run_id")
+    asked = call.query.get("seq")
+    if asked is not None and not asked.isdigit():
+        raise Invalid("query.seq", f"seq is {asked!r}; it must be a number.", field="seq")
+    op = await journalled_op(call.store, call.tenant, run, None if asked is None else int(asked))
+    if op is None:
+        which = "request that trains" if asked is None else f"request #{asked}"
+        raise NotFound("op.unknown", f"No {which} of {run.id} is kept in the journal (any more).", field="seq")
+    base = call.gateway.catalog.get(run.base)
+    model = None if base is None else await asyncio.to_thread(size_of, base, run.lora)
+    return answer_json({"op": op, "task_tokens": call.gateway.settings.tokens_per_task, "model": model})
 
 
 async def _weights_at(call: Call, run: Run, version: int) -> str | None:
@@ -181,6 +198,7 @@ ROUTES = [
     Api("GET", _RUN + "/events", list_events),
     Api("GET", _RUN + "/metrics", list_metrics),
     Api("GET", _RUN + "/lineage", lineage),
+    Api("GET", _RUN + "/program", program),
     Api("GET", _RUN + "/summary", summary),
     Api("POST", _RUN + "/name", name_version, NameBody),
     Api("POST", _RUN + "/rollback", roll_back, RollbackBody),

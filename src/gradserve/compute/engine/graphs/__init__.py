@@ -4,6 +4,7 @@
     guards      sizes that an operator takes on trust, checked
     python      arithmetic on sizes and numbers, guarded
     executable  a graph, resolved once and run many times, differentiable
+    module      a graph as an nn.Module with weights
     cost        shapes, bytes and FLOPs of a graph by a dry run on fake tensors, against limits
 
 Invariant: nothing a graph says is ever looked up outside the allow-list, and nothing it computes is larger than was
@@ -12,5 +13,6 @@ measured before.
 
 from gradserve.compute.engine.graphs.cost import Cost, Limits, NodeCost, measure
 from gradserve.compute.engine.graphs.executable import Executable
+from gradserve.compute.engine.graphs.module import GraphModule, load_module
 
-__all__ = ["Cost", "Executable", "Limits", "NodeCost", "measure"]
+__all__ = ["Cost", "Executable", "GraphModule", "Limits", "NodeCost", "load_module", "measure"]

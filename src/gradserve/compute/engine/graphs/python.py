@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from torch import Tensor
+from torch import SymFloat, SymInt, Tensor
 
 from gradserve.wire.operators import ARITHMETIC, NUMBERS
 
@@ -23,7 +23,8 @@ Function = Callable[..., Any]
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float))
+    """Also a size that stands for many, as torch.export has them (export/onnx_file.py)."""
+    return isinstance(value, (bool, int, float, SymInt, SymFloat))
 
 
 def _bounded(value: Any) -> Any:
