@@ -139,7 +139,7 @@ class ClientEnvironments:
 
     def evaluate(self, run: ModuleClient, spec: RolloutSpec, episodes: int, seed: int, deterministic: bool) -> Answer:
         """See Environments."""
-        from gradserve.compute.engine.control.rollout import evaluate
+        from gradserve.compute.engine.control.evaluate import evaluate
 
         stats = evaluate(
             self._policy,

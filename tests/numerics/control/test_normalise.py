@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradserve.compute.engine.control.evaluate import evaluate
 from gradserve.compute.engine.control.normalise import OBSERVATIONS, Moments, ObservationNormaliser
 from gradserve.compute.engine.control.ppo import ppo_update
-from gradserve.compute.engine.control.rollout import Tensors, evaluate, rollout
+from gradserve.compute.engine.control.rollout import Tensors, rollout
 from gradserve.wire.control import EnvSpec, PPOConfig, RolloutSpec, SpaceSpec
 from tests.numerics.control.toys import RANDOM_WALK, mlp, mlp_weights
 
@@ -30,6 +31,12 @@ def test_moments_of_parts_are_those_of_the_whole() -> None:
     assert np.array_equal(read.mean, total.mean)
     assert np.array_equal(read.var, total.var)
     assert read.count == total.count
+
+
+def test_nothing_adds_nothing() -> None:
+    some, none = Moments.of(np.array([[1.0], [3.0]])), Moments.of(np.zeros((0, 1)))
+    assert some.merged(none) == some == none.merged(some)
+    assert none.merged(none).var.tolist() == [1.0]
 
 
 def test_observations_are_normalised_and_clipped() -> None:

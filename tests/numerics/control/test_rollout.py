@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from gradserve.compute.engine.control.evaluate import evaluate
 from gradserve.compute.engine.control.live import LiveGroups
-from gradserve.compute.engine.control.rollout import Tensors, evaluate, rollout
+from gradserve.compute.engine.control.rollout import Tensors, rollout
 from gradserve.wire.control import EnvSpec, EpisodeStats, RolloutSpec
 from gradserve.wire.errors import Invalid
 from tests.numerics.control.toys import CORRIDOR, RANDOM_WALK, corridor, mlp, mlp_weights, table
@@ -56,6 +57,13 @@ def test_the_same_trajectories_for_any_workers_in_any_order(spec: RolloutSpec) -
     assert sum(len(stats.returns) for stats in one[2]) > 3
     assert same(one, three)
     assert same(one, forgetful)
+
+
+@SPECS
+def test_groups_start_differently(spec: RolloutSpec) -> None:
+    trajectories, _, _ = collect(spec, [[0, 1, 2]], [None])
+    starts = torch.cat([trajectory["observations"][0] for trajectory in trajectories])
+    assert len(torch.unique(starts, dim=0)) == spec.num_envs
 
 
 @SPECS
@@ -127,6 +135,8 @@ def test_evaluation_plays_each_episode_once_from_its_own_seed() -> None:
     assert len(many.returns) == 20
     np.testing.assert_allclose(many.returns[:5], few.returns, rtol=1e-6)
     assert len(set(many.returns)) == 20
+    assert many.lengths[:5] == few.lengths
+    assert len(set(many.lengths)) > 1
     assert max(many.lengths) <= 9
     assert evaluate(mlp, weights, env, 20, seed=9) == many
     drawn = evaluate(mlp, weights, env, 20, seed=9, deterministic=False)

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from gradserve.compute.engine.arrays import Arrays
+from gradserve.compute.engine.control.actor import Policy
 from gradserve.compute.engine.control.environments import spaces_of
+from gradserve.compute.engine.control.evaluate import evaluate
 from gradserve.compute.engine.control.live import LiveGroups
 from gradserve.compute.engine.control.ppo import ppo_update
-from gradserve.compute.engine.control.rollout import Policy, evaluate, rollout
+from gradserve.compute.engine.control.rollout import rollout
 from gradserve.compute.engine.graph_store import BoundedGraph, GraphStore
 from gradserve.compute.engine.lora import Tensors
 from gradserve.compute.engine.objectives import GRAPH_SECONDS

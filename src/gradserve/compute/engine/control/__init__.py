@@ -5,6 +5,7 @@
     distributions what a policy's outputs say about actions
     normalise     running moments of observations and of discounted returns
     rollout       policy + state -> trajectory + state
+    evaluate      policy -> returns of whole episodes
     gae, ppo      trajectories -> new weights
 
 Invariant: nothing depends on which worker computes, on what it computed before, or on the order of groups.

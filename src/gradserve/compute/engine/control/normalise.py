@@ -36,7 +36,9 @@ class Moments:
 
     @classmethod
     def of(cls, rows: NDArray[Any]) -> Moments:
-        """Those of ``rows`` [n, ...], n > 0."""
+        """Those of ``rows`` [n, ...]."""
+        if not len(rows):
+            return cls.none(rows.shape[1:])
         wide = rows.astype(np.float64)
         return cls(wide.mean(axis=0), wide.var(axis=0), float(len(rows)))
 
@@ -48,6 +50,8 @@ class Moments:
     def merged(self, other: Moments) -> Moments:
         """Those of both sets together (Chan, Golub and LeVeque 1979)."""
         count = self.count + other.count
+        if not count:
+            return self
         delta = other.mean - self.mean
         squares = self.var * self.count + other.var * other.count + delta**2 * (self.count * other.count / count)
         return Moments(self.mean + delta * (other.count / count), squares / count, count)

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradserve.compute.engine.control.actor import VALUE, Policy
 from gradserve.compute.engine.control.distributions import ActionDistribution
 from gradserve.compute.engine.control.flat import FlatAdam
 from gradserve.compute.engine.control.gae import advantages
 from gradserve.compute.engine.control.noise import permutation
 from gradserve.compute.engine.control.normalise import OBSERVATIONS, Moments
-from gradserve.compute.engine.control.rollout import OBSERVED, VALUE, Policy, Tensors
+from gradserve.compute.engine.control.rollout import OBSERVED, Tensors
 from gradserve.compute.engine.finite import all_finite
 from gradserve.wire.control import PPOConfig, SpaceSpec, validate_ppo
 from gradserve.wire.errors import Invalid

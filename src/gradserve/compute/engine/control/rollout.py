@@ -1,4 +1,4 @@
-"""A policy acts: trajectories for an update, and episodes for an evaluation.
+"""A policy acts in a group of environments: trajectories for an update.
 
 A trajectory is a dict of tensors, T steps of n environments:
 
@@ -19,44 +19,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradserve.compute.engine.control.actor import Actor, Policy, as_arrays, normaliser_for
 from gradserve.compute.engine.control.distributions import ActionDistribution
-from gradserve.compute.engine.control.environments import Anchors, Bools, Group, Ints, MakeGroup, make_group
+from gradserve.compute.engine.control.environments import Anchors, Bools, Group, Ints
 from gradserve.compute.engine.control.live import LiveGroups
 from gradserve.compute.engine.control.noise import action_noise
-from gradserve.compute.engine.control.normalise import (
-    OBSERVATIONS,
-    Doubles,
-    Moments,
-    ObservationNormaliser,
-    RewardNormaliser,
-)
+from gradserve.compute.engine.control.normalise import Doubles, Moments, RewardNormaliser
 from gradserve.compute.engine.control.spaces import Floats
-from gradserve.wire.control import EnvSpec, EpisodeStats, RolloutSpec, SpaceSpec, validate_rollout
+from gradserve.wire.control import EpisodeStats, RolloutSpec, validate_rollout
 from gradserve.wire.errors import Invalid
 
 Tensors = dict[str, Tensor]
 
 OBSERVED = "observed."
-VALUE = "value"
 _REWARD = "reward."
-
-_TOGETHER = 16
-"""Episodes of an evaluation that run side by side."""
-_ENDLESS = 1_000_000
-"""Steps after which an episode of an evaluation is taken for one that never ends."""
-
-
-class Policy(Protocol):
-    """weights, observations [n, ...] -> ``value`` [n] and the outputs of a distribution of actions (see there)."""
-
-    def __call__(self, weights: Mapping[str, Tensor], observations: Tensor, /) -> Mapping[str, Tensor]: ...
 
 
 def rollout(
@@ -82,7 +65,7 @@ def rollout(
     anchors = _anchors(own, len(members))
     envs = live.take(spec.env, spec.seed, members, anchors)
     before = _State.of(own, spec, envs, anchors)
-    actor = Actor(policy, weights, envs.action_space, _normaliser(weights, spec, envs.observation_space))
+    actor = Actor(policy, weights, envs.action_space, normaliser_for(weights, spec, envs.observation_space))
     with torch.no_grad():
         trajectory, after, stats = _collect(actor, spec, members, envs, before)
     live.keep(spec.env, spec.seed, members, after.anchors, envs)
@@ -149,41 +132,6 @@ class _State:
         return {name: torch.from_numpy(array) for name, array in arrays.items()} | reward
 
 
-class Actor:
-    """A policy with fixed weights, asked for actions."""
-
-    def __init__(
-        self,
-        policy: Policy,
-        weights: Mapping[str, Tensor],
-        action_space: SpaceSpec,
-        normaliser: ObservationNormaliser | None,
-    ) -> None:
-        self._policy, self._weights, self._normaliser = policy, weights, normaliser
-        self.distribution = ActionDistribution(action_space)
-
-    def see(self, observations: NDArray[Any]) -> NDArray[Any]:
-        """Observations [n, ...] as the policy sees them: normalised, a new array, if it does so."""
-        return self._normaliser(observations) if self._normaliser else observations
-
-    def __call__(self, seen: NDArray[Any]) -> tuple[dict[str, Tensor], Floats]:
-        """The distribution's outputs and the values [n] for what was seen [n, ...]."""
-        found = self._policy(self._weights, torch.from_numpy(seen))
-        if VALUE not in found or found[VALUE].numel() != len(seen):
-            fix = "Give one number per observation, the critic's estimate of the return."
-            raise Invalid("bad_policy", "value: a policy gives [n] values.", field="policy", fix=fix)
-        return self.distribution.outputs(found, len(seen)), found[VALUE].reshape(-1).numpy()
-
-
-def _normaliser(weights: Mapping[str, Tensor], spec: RolloutSpec, space: SpaceSpec) -> ObservationNormaliser | None:
-    if not spec.normalise_observations:
-        return None
-    if space.is_image:
-        fix = "Let the policy divide by 255."
-        raise Invalid("bad_control", "images are not normalised.", field="normalise_observations", fix=fix)
-    return ObservationNormaliser(Moments.read(weights, OBSERVATIONS, space.observed_shape), spec.clip_observation)
-
-
 def _collect(
     actor: Actor, spec: RolloutSpec, members: range, envs: Group, before: _State
 ) -> tuple[Tensors, _State, EpisodeStats]:
@@ -214,8 +162,11 @@ def _collect(
 
 @dataclass
 class _Taken:
-    """T steps of n environments; ``raw`` observations are kept where they are to be normalised, and those that
-    truncated episodes ended in, in the order of ``truncated`` and not ``terminated``."""
+    """T steps of n environments.
+
+    ``raw`` are the observations before normalisation (``seen`` itself if there is none), ``outputs`` the
+    distribution's at each step, ``cut`` the observations in which episodes were truncated, in their order.
+    """
 
     raw: NDArray[Any]
     seen: NDArray[Any]
@@ -259,11 +210,6 @@ def _act(actor: Actor, spec: RolloutSpec, members: range, envs: Group, first_ste
     return taken
 
 
-def as_arrays(outputs: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
-    """The same numbers for numpy."""
-    return {name: tensor.numpy() for name, tensor in outputs.items()}
-
-
 def _next_values(actor: Actor, last: NDArray[Any], taken: _Taken) -> Floats:
     """The critic's values of what each transition ended in, 0 where that is terminal: asked for all at once."""
     ends = np.concatenate([last, *taken.cut])
@@ -299,63 +245,3 @@ def _episodes(rewards: Doubles, ended: Bools, valid: Bools, state: _State) -> Ep
             lengths += state.return_lengths[end].tolist()
             state.returns[end], state.return_lengths[end] = 0, 0
     return EpisodeStats(tuple(returns), tuple(lengths), int(valid.sum()))
-
-
-def evaluate(
-    policy: Policy,
-    weights: Mapping[str, Tensor],
-    env: EnvSpec,
-    episodes: int,
-    seed: int,
-    deterministic: bool = True,
-    normalise_observations: bool = False,
-    clip_observation: float = 10.0,
-    make: MakeGroup = make_group,
-) -> EpisodeStats:
-    """Whole episodes, number i with the seed (seed, i): by the likeliest actions, or by drawn ones.
-
-    Observations are normalised by the weights' moments, which stay as they are; rewards never are. Raises Invalid for
-    an episode that does not end within a million steps.
-    """
-    found: list[EpisodeStats] = []
-    spec = RolloutSpec(
-        env, 1, 1, seed, normalise_observations=normalise_observations, clip_observation=clip_observation
-    )
-    validate_rollout(spec)
-    with torch.no_grad():
-        for first in range(0, episodes, _TOGETHER):
-            members = range(first, min(first + _TOGETHER, episodes))
-            envs = make(env, seed, members)
-            try:
-                actor = Actor(policy, weights, envs.action_space, _normaliser(weights, spec, envs.observation_space))
-                found.append(_play(actor, envs, seed, members, deterministic))
-            finally:
-                envs.close()
-    return EpisodeStats(
-        tuple(value for part in found for value in part.returns),
-        tuple(length for part in found for length in part.lengths),
-        sum(part.env_steps for part in found),
-    )
-
-
-def _play(actor: Actor, envs: Group, seed: int, members: range, deterministic: bool) -> EpisodeStats:
-    """The first episode of each; those that are done go on meanwhile, uncounted but for what they cost."""
-    n = len(members)
-    envs.restore(Anchors.fresh(envs.streams, envs.width))
-    returns, lengths, running, spent = np.zeros(n), np.zeros(n, np.int64), np.ones(n, np.bool_), 0
-    for t in range(_ENDLESS):
-        outputs = as_arrays(actor(actor.see(envs.observation))[0])
-        distribution = actor.distribution
-        if deterministic:
-            actions = distribution.mode(outputs)
-        else:
-            actions = distribution.sample(outputs, action_noise(seed, members, t, 1, distribution.draws)[0])
-        step = envs.step(actions)
-        returns += step.reward * running
-        lengths += running
-        spent += int(step.valid.sum())
-        running &= ~(step.terminated | step.truncated)
-        if not running.any():
-            return EpisodeStats(tuple(returns.tolist()), tuple(lengths.tolist()), spent)
-    fix = "Send env.max_episode_steps."
-    raise Invalid("endless_episode", f"an episode ran for {_ENDLESS} steps.", field="env.max_episode_steps", fix=fix)
