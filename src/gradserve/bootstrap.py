@@ -54,6 +54,11 @@ class Paths:
         return self.root / CHECKPOINTS
 
     @property
+    def restoring(self) -> Path:
+        """There only in a data directory that was not restored to the end."""
+        return self.root / ".restoring"
+
+    @property
     def lock(self) -> Path:
         return self.root / "server.lock"
 
@@ -72,6 +77,7 @@ def serve(
     _check_exposure(settings)
     _check_archive(settings)
     _make_data_dir(settings.data_dir)
+    _check_restored(settings.data_dir)
     with (
         _only_server(Paths(settings.data_dir).lock),
         _listen(settings) as listener,
@@ -117,12 +123,12 @@ def build_app(
         await scheduler.start()
         on_start()
         yield
-        await scheduler.close()
+        parked = await scheduler.close()
         await executor.close()
         ours = await store.is_ours()
         await store.close()
-        if ours:  # a server that was taken over leaves what is the other's now
-            shutil.rmtree(objects.fast, ignore_errors=True)  # all that is needed was parked on disk
+        if ours and parked:  # a server that was taken over leaves what is the other's now
+            shutil.rmtree(objects.fast, ignore_errors=True)
 
     def health() -> dict[str, object]:
         workers = [
@@ -131,6 +137,7 @@ def build_app(
                 "phase": worker.phase,
                 "pid": worker.pid,
                 "restarts": worker.restarts,
+                "failed_starts": worker.failed_starts,
                 "peak_rss_bytes": worker.peak_rss_bytes,
                 "last_exit": worker.last_exit.detail if worker.last_exit else None,
             }
@@ -219,6 +226,11 @@ def _make_data_dir(data_dir: Path) -> None:
             f"the data directory {data_dir} can't be written: {error.strerror}. Choose another --data-dir, or change "
             "who may write there."
         ) from error
+
+
+def _check_restored(data_dir: Path) -> None:
+    if Paths(data_dir).restoring.is_dir():
+        raise CannotStart(f"{data_dir} was not restored to the end: gradserve restore goes on with it.")
 
 
 def _check_exposure(settings: Settings) -> None:

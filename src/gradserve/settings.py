@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from decimal import Decimal
+from decimal import Context, Decimal, Inexact, InvalidOperation
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
@@ -30,8 +30,15 @@ def default_data_dir() -> Path:
     return Path(base).expanduser() / "gradserve"
 
 
+_EXACT = Context(prec=100, traps=[Inexact, InvalidOperation])
+"""Computes without rounding, or raises."""
+
+_GIB = Decimal(1 << 30)
+
+
 class Prices(BaseModel):
-    """USD per million tokens by kind, per million environment steps, and per hour of worker time. Exact decimals."""
+    """USD per million tokens by kind, per million environment steps, per hour of worker time, and per GiB and month of
+    storage. Exact decimals."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,6 +48,11 @@ class Prices(BaseModel):
     sample: Decimal = Decimal("0.30")
     env_step: Decimal = Decimal("0.10")
     compute_hour: Decimal = Decimal("0")
+    storage_gib_month: Decimal = Field(Decimal("0"), ge=0, max_digits=30)
+
+    def storage(self, size_bytes: int) -> Decimal:
+        """USD that so many bytes cost in a month: bytes / 2^30 * price, with all digits (a 2^-30 has 30 of them)."""
+        return _EXACT.normalize(_EXACT.multiply(_EXACT.divide(Decimal(size_bytes), _GIB), self.storage_gib_month))
 
 
 class PriceSheet(BaseModel):

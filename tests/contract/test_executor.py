@@ -392,6 +392,11 @@ def test_a_worker_that_cannot_start_says_why_and_is_logged_once(
             assert (last.kind, last.exit_code) == ("exit", 1)
             assert "FileExistsError" in last.detail
             assert str(tmp_path / "fast") in last.detail
+            failed = the(executor).failed_starts
+            assert failed >= 3
+            (tmp_path / "fast").unlink()
+            await until(lambda: the(executor).phase == "ready")
+            assert the(executor).failed_starts == 0
         finally:
             await executor.close()
 

@@ -17,6 +17,7 @@ import tinker
 import torch
 from click.testing import CliRunner, Result
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from gradserve import create_full_training_client
@@ -102,6 +103,29 @@ def test_there_and_back_is_the_same_to_the_bit(
     asked = service.create_training_client_from_state_with_optimizer(imported).result()
     assert train(asked, DATA, steps=2) == train(again, DATA, steps=2)
     assert now(asked) == now(again) != now(run)
+
+
+def test_an_adapter_on_two_modules_only(
+    service: tinker.ServiceClient, online: dict[str, str], tiny_models: dict[str, str], tmp_path: Path
+) -> None:
+    """peft's most common form. It computes the same here, and training moves the modules that were added."""
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    base = AutoModelForCausalLM.from_pretrained(tiny_models["tiny"], dtype=torch.float32)
+    model = get_peft_model(base, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    model.save_pretrained(tmp_path / "a")
+    result = gradserve(online, "import", str(tmp_path / "a"), "--base", "tiny")
+    path = done(result)
+    assert "k_proj, o_proj" in result.stderr
+    run = service.create_training_client_from_state(path).result()
+    assert_close(plain_logprobs(model.eval()), now(run))
+    train(run, DATA, steps=1)
+    done(gradserve(online, "export", run.save_state("on").result().path, "--to", str(tmp_path / "on")))
+    trained = load_file(tmp_path / "on" / "adapter_model.safetensors")
+    moved = [name for name, array in trained.items() if "lora_B" in name and array.any()]
+    assert {name.split(".")[-3] for name in moved} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 @pytest.mark.parametrize(("kind", "options"), [("merged", {}), ("gguf", {"gguf_file": "model.gguf"})])

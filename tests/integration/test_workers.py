@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 import tinker
+import torch
 
 from tests.processes import serve_on, stop
 from tests.sdk import adam, prompt, supervised
@@ -38,6 +39,19 @@ def outcomes(tiny_models: dict[str, str], tmp_path: Path) -> list[tuple[str, lis
         finally:
             stop(server)
     return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it can start")
+def test_clients_are_told_that_workers_cannot_start(tiny_models: dict[str, str], data_dir: Path) -> None:
+    port, server = serve_on({"tiny": tiny_models["tiny"]}, data_dir, None, GRADSERVE_DEVICE="cuda")
+    try:
+        service = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key="tml-test")
+        with pytest.raises(tinker.RequestFailedError, match=r"No worker can start.*torch sees no CUDA device"):
+            service.create_lora_training_client(base_model="tiny", rank=8, seed=3).result()
+        (worker,) = httpx.get(f"http://127.0.0.1:{port}/api/v1/healthz").json()["workers"]
+        assert worker["failed_starts"] >= 5
+    finally:
+        stop(server)
 
 
 def test_two_workers_give_what_one_gives(outcomes: list[tuple[str, list[list[int]]]]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tinker
 
+from gradserve.compute.objects import shared_memory_root
 from tests.disks import small_disk
 from tests.processes import serve_on, stop
 from tests.sdk import client, supervised, train
@@ -49,3 +50,32 @@ def test_a_save_that_finds_no_room_fails_alone(tiny_models: dict[str, str], data
             assert train(resumed, DATA, steps=2) == train(undisturbed, DATA, steps=2)
         finally:
             stop(server)
+
+
+def test_a_server_that_stops_on_a_full_disk_stops_in_order(
+    tiny_models: dict[str, str], data_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What can't be copied stays in shared memory, and the next server goes on from it."""
+    models = {"tiny": tiny_models["tiny"]}
+    with small_disk(data_dir / "objects", "8m") as disk:
+        port, server = serve_on(models, data_dir)
+        run = client(f"http://127.0.0.1:{port}").create_lora_training_client(base_model="tiny", rank=4, seed=3).result()
+        train(run, DATA, steps=2)
+        ballast = disk / "ballast"
+        with pytest.raises(OSError, match="No space left"):
+            fill(ballast)
+        stop(server)
+        full = server.returncode
+        said = capfd.readouterr().err
+        assert said.count("shared memory keeps them for the next start") == 1
+        assert "no room left" in said
+        assert "Traceback" not in said
+        kept = shared_memory_root(data_dir)
+        weights = {file.name for file in kept.glob("*.safetensors")}
+        assert len(weights) >= 2, "weights and moments"
+        ballast.unlink()
+        port, server = serve_on(models, data_dir)
+        stop(server)
+        assert server.returncode == full, "ended as if there had been room"
+        assert weights.intersection(file.name for file in disk.iterdir()), "copied at last"
+        assert not kept.exists()

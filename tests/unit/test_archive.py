@@ -20,6 +20,7 @@ from gradserve.bootstrap import CannotStart, serve
 from gradserve.compute.archive import Archive, ArchiveDamaged, ArchiveError, ArchiveMissing
 from gradserve.compute.objects import ObjectCorrupt, ObjectMissing, ObjectStore
 from gradserve.settings import Settings
+from tests.s3 import s3_server
 
 DATA = bytes(range(256)) * 40
 DIGEST = hashlib.sha256(DATA).hexdigest()
@@ -47,26 +48,8 @@ fsspec.register_implementation("halfway", Halfway)
 @pytest.fixture(scope="module")
 def s3_endpoint() -> Iterator[str]:
     """A local S3 server; the usual variables lead to it."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
-    patch = pytest.MonkeyPatch()
-    for name, value in {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        patch.setenv(name, value)
-    import boto3
-
-    boto3.client("s3").create_bucket(Bucket="bucket")
-    yield endpoint
-    patch.undo()
-    server.stop()
+    with s3_server("bucket") as endpoint:
+        yield endpoint
 
 
 @pytest.fixture(params=["file", "memory", "halfway", "s3"])

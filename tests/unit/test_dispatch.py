@@ -10,7 +10,7 @@ import pytest
 
 from gradserve.compute.executor import ExitReason, WorkerLost, WorkerState
 from gradserve.compute.tasks import Done, Failed, GradTask, Outcome, Progress, ReduceTask, SampleTask, Task, Usage
-from gradserve.orchestration.dispatch import AttemptsExhausted, Dispatcher, TaskCancelled
+from gradserve.orchestration.dispatch import AttemptsExhausted, Dispatcher, NoWorkers, TaskCancelled
 from gradserve.orchestration.streams import TokenStream
 from gradserve.wire.data import Row, as_tokens
 from gradserve.wire.ops import Sample, SamplingParams
@@ -24,6 +24,7 @@ class FakeExecutor:
     def __init__(self, *workers: str) -> None:
         self.on_change: Callable[[], None] = lambda: None
         self.ready = list(workers)
+        self.others: list[WorkerState] = []
         self.running: dict[str, tuple[str, asyncio.Future[Outcome]]] = {}
         self.order: list[str] = []
         self.cancelled: list[tuple[str, str]] = []
@@ -35,7 +36,7 @@ class FakeExecutor:
     async def close(self) -> None: ...
 
     def workers(self) -> list[WorkerState]:
-        return [WorkerState(name, "ready", 1, 0, 0) for name in self.ready]
+        return [*self.others, *(WorkerState(name, "ready", 1, 0, 0) for name in self.ready)]
 
     async def run(self, worker_id: str, task: Task, on_progress: Callable[[Progress], None] | None = None) -> Outcome:
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -310,3 +311,32 @@ def test_a_task_that_kills_its_worker_does_not_use_up_its_neighbours_attempts() 
     assert len(seen[0]) == 8
     assert all(len(held) == 1 for held in seen[1:]), "after a loss each suspect is alone"
     assert seen.count({"g3"}) == 2
+
+
+def unable(name: str, failed_starts: int) -> WorkerState:
+    """A worker whose process has ended before it was ready, so many times."""
+    return WorkerState(name, "starting", None, failed_starts, 0, ExitReason("exit", "ended: no GPU"), failed_starts)
+
+
+def test_what_waits_for_workers_that_cannot_start_is_told_so() -> None:
+    async def scenario() -> None:
+        executor = FakeExecutor()
+        executor.others = [unable("v", 5), unable("w", 4)]
+        dispatcher = Dispatcher(executor, attempts=3)
+        waiting = [asyncio.create_task(dispatcher.run(task(name), name)) for name in "ab"]
+        await settle_down()
+        assert not any(one.done() for one in waiting), "w may still start"
+        executor.others = [unable("v", 5), unable("w", 5)]
+        dispatcher.pump()
+        for one in waiting:
+            with pytest.raises(NoWorkers, match="ended: no GPU"):
+                await one
+        with pytest.raises(NoWorkers):
+            await dispatcher.run(task("c"), "c")
+        executor.ready = ["w"]
+        later = asyncio.create_task(dispatcher.run(task("d"), "d"))
+        await settle_down()
+        executor.finish("d")
+        assert isinstance(await later, Done)
+
+    asyncio.run(scenario())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from decimal import Decimal
 
+import pytest
+
 from gradserve.compute.tasks import Usage
 from gradserve.orchestration.meter import ledger_line, price
 from gradserve.settings import Prices, PriceSheet
@@ -29,6 +31,17 @@ def test_worker_time() -> None:
 def test_a_thousand_small_lines_are_exactly_one_big_one() -> None:
     small = sum((price(Usage(train_tokens=1), PRICES) for _ in range(1000)), Decimal(0))
     assert small == price(Usage(train_tokens=1000), PRICES) == Decimal("0.0004")
+
+
+def test_storage_is_exact_to_the_last_digit() -> None:
+    prices = Prices(storage_gib_month=Decimal("0.1"))
+    assert prices.storage(3 << 29) == Decimal("0.15"), "one and a half GiB"
+    # 1 / 2^30 has these 30 digits; a float has 17.
+    assert prices.storage(1) == Decimal("0.0000000000931322574615478515625")
+    assert Prices().storage(1 << 40) == 0
+    assert PriceSheet(default=prices).version != PriceSheet().version
+    with pytest.raises(ValueError, match="storage_gib_month"):
+        Prices(storage_gib_month=Decimal("-1"))
 
 
 def test_a_models_own_prices_and_the_sheets_version() -> None:

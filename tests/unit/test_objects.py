@@ -108,3 +108,20 @@ def test_what_is_made_again_while_the_janitor_looks_stays(objects: ObjectStore) 
     with pytest.raises(ObjectMissing):
         objects.path(digest)
     assert not list(objects.fast.glob("*.tmp"))
+
+
+def test_what_was_set_aside_comes_back_after_a_crash(tmp_path: Path) -> None:
+    """Damaged bytes may be all that is left; where a good file has their place they go."""
+    objects = ObjectStore(tmp_path / "fast", tmp_path / "durable")
+    left, made_again = objects.put(b"left"), objects.put(b"made again")
+    for digest in (left, made_again):
+        objects.persist(digest).write_bytes(b"damaged")
+        assert objects.set_aside(digest) is not None
+        assert not objects.has(digest)
+    objects.put(b"made again")
+    objects.persist(made_again)
+    ObjectStore(tmp_path / "fast", tmp_path / "durable").sweep_temporary()
+    assert {file.name: file.read_bytes() for file in objects.durable.iterdir()} == {
+        f"{left}.safetensors": b"damaged",
+        f"{made_again}.safetensors": b"made again",
+    }

@@ -13,8 +13,8 @@ import pytest
 
 from gradserve.compute.catalog import Catalog
 from gradserve.compute.checkpoints import CheckpointFolders
-from gradserve.compute.executor import WorkerState
-from gradserve.compute.objects import ObjectStore
+from gradserve.compute.executor import ExitReason, WorkerState
+from gradserve.compute.objects import ObjectCorrupt, ObjectStore
 from gradserve.compute.tasks import (
     Done,
     Failed,
@@ -65,6 +65,7 @@ class ScriptedWorker:
         self.told_to_stop: list[str] = []
         self.refuse: set[str] = set()
         self.slow: dict[str, asyncio.Event] = {}
+        self.cannot_start = False
         self.used: str | None = None
         """Weights that it uses whatever it is asked for."""
 
@@ -73,6 +74,8 @@ class ScriptedWorker:
     async def close(self) -> None: ...
 
     def workers(self) -> list[WorkerState]:
+        if self.cannot_start:
+            return [WorkerState("w", "down", None, 9, 0, ExitReason("exit", "ended with no GPU"), 9)]
         return [WorkerState("w", "ready", 1, 0, 0)]
 
     async def run(self, worker_id: str, task: Task, on_progress: Callable[[Progress], None] | None = None) -> Outcome:
@@ -100,6 +103,11 @@ class ScriptedWorker:
                     self.objects.path(gradient)  # as a worker reads them
                 return Done(task.id, usage, {"gradient": self.objects.put("+".join(task.gradients).encode())})
             case SampleTask():
+                try:
+                    if task.op.weights is not None:
+                        self.objects.verified_path(task.op.weights)  # as a worker reads them
+                except ObjectCorrupt as damaged:
+                    return Failed(task.id, "corrupt", str(damaged))
                 if on_progress is not None and task.stream:
                     for token in TOKENS:
                         on_progress(Progress(task.id, 0, as_tokens([token]), LOGPROB))
@@ -155,9 +163,9 @@ class World:
             self.wakeups.submitted(stored)
         return stored.id
 
-    async def sample(self, seq: int) -> Op:
-        """A sample from the base alone."""
-        body = Sample("tiny", None, as_tokens([1]), 1, SamplingParams(3, seed=0))
+    async def sample(self, seq: int, weights: str | None = None) -> Op:
+        """A sample from the base alone, or from ``weights``."""
+        body = Sample("tiny", weights, as_tokens([1]), 1, SamplingParams(3, seed=0))
         op = Op(f"p:op:{seq}", "t", "s", "p", seq, "sample", encode_body(body), float(seq))
         stored, _ = await self.store.submit(op)
         self.wakeups.submitted(stored)
@@ -436,6 +444,37 @@ def test_damaged_weights_are_not_saved(tmp_path: Path) -> None:
 
     world = play(tmp_path, story)
     assert not world.objects.has_durable(ObjectStore.digest(b"w0")), "nor when the server stops"
+
+
+@pytest.mark.parametrize("arrays_lost", [False, True])
+def test_without_workers_requests_fail_and_the_run_goes_on_when_there_are_some(
+    tmp_path: Path, arrays_lost: bool
+) -> None:
+    """Also when the run's arrays must be computed again first: that is tried again for later requests."""
+
+    async def story(world: World) -> None:
+        await world.ended(await world.submit(0, CreateModel("tiny", LORA)))
+        await world.ended(await world.submit(1, forward_backward(2)))
+        before = await world.store.ledger_total("t")
+        world.worker.cannot_start = True
+        if arrays_lost:
+            for file in world.objects.fast.iterdir():
+                file.unlink()
+            world.scheduler._lanes.clear()
+        ops = [await world.submit(2, forward_backward(2)), await world.submit(3, OptimStep(AdamParams()))]
+        ops += [(await world.sample(1)).id]
+        for op in ops:
+            ended = await world.ended(op)
+            assert ended.problem is not None
+            assert (ended.problem.status, ended.problem.code) == (500, "compute.no_workers")
+            assert "ended with no GPU" in ended.problem.detail
+        assert await world.store.ledger_total("t") == before
+        world.worker.cannot_start = False
+        step = await world.ended(await world.submit(4, OptimStep(AdamParams())))
+        assert step.result == b'{"metrics":{"grad_norm":1.0}}', "the gradient that it had is still there"
+        assert (await world.ended((await world.sample(2)).id)).state == "done"
+
+    assert not play(tmp_path, story).fatal
 
 
 def test_a_settlement_that_cannot_be_written_stops_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

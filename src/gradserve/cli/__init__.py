@@ -21,6 +21,7 @@ _COMMANDS = {
     "diff": "Compare two runs, or two steps.",
     "lineage": "Show where the weights of a run come from.",
     "export": "Write a checkpoint as PEFT, merged model or GGUF; or all that a tenant owns.",
+    "restore": "Bring a data directory back from the archive alone.",
     "import": "Make a PEFT adapter a checkpoint to train on from.",
 }
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import click
 
@@ -13,8 +14,11 @@ from gradserve.cli.source import open_store, server_url
 from gradserve.client.extensions import ExtensionError
 from gradserve.compute.catalog import BaseFacts, ModelUnusable, read_facts
 from gradserve.compute.exports import Source, sha256
-from gradserve.store.base import Checkpoint
+from gradserve.store.base import Checkpoint, Store
+from gradserve.store.wakeups import MakeWhole
 from gradserve.wire.ops import LoraConfig
+
+T = TypeVar("T")
 
 _FLAGS = ("train_attn", "train_mlp", "train_unembed")
 
@@ -57,23 +61,43 @@ def _from_disk(data_dir: Path | None, path: str) -> _Found:
     from gradserve.bootstrap import Paths
     from gradserve.compute.objects import SUFFIX
 
-    checkpoint = asyncio.run(_checkpoint(data_dir, path))
+    checkpoint = asyncio.run(_with_store(data_dir, lambda store: _checkpoint(store, path)))
     if checkpoint is None:
         raise click.ClickException(f"there is no checkpoint {path} here; gradserve run shows those of a run")
     file = Paths(_data_dir(data_dir)).objects / (checkpoint.weights + SUFFIX)
     if not file.is_file():
-        raise click.ClickException(f"the weights of {path} are lost: there is no {file}")
+        raise _unusable(data_dir, checkpoint, f"the weights of {path} are lost: there is no {file}")
     if (found := sha256(file)) != checkpoint.weights:
-        raise click.ClickException(f"the weights of {path} are damaged: the bytes of {file} have the SHA-256 {found}")
+        words = f"the weights of {path} are damaged: the bytes of {file} have the SHA-256 {found}"
+        raise _unusable(data_dir, checkpoint, words)
     return checkpoint.base, checkpoint.lora, file, checkpoint.weights
 
 
-async def _checkpoint(data_dir: Path | None, path: str) -> Checkpoint | None:
+def _unusable(data_dir: Path | None, checkpoint: Checkpoint, what: str) -> click.ClickException:
+    """With what is good instead. Nothing is mended here: only a server may write to its data directory."""
+    from gradserve.bootstrap import Paths
+    from gradserve.compute.objects import ObjectStore
+    from gradserve.orchestration.older import advice
+
+    durable = Paths(_data_dir(data_dir)).objects
+    objects = ObjectStore(durable, durable)  # shared memory is a running server's
+    bad = MakeWhole.of(checkpoint, checkpoint.tenant, "weights")
+    told = asyncio.run(_with_store(data_dir, lambda store: advice(store, objects, bad)))
+    return click.ClickException(
+        f"{what}. A server on this directory computes them again if it can (gradserve serve). {told}"
+    )
+
+
+async def _checkpoint(store: Store, path: str) -> Checkpoint | None:
     run_id, kind, name = path.removeprefix("tinker://").split("/")
+    return await store.get_checkpoint(None, run_id, kind, name)
+
+
+async def _with_store(data_dir: Path | None, work: Callable[[Store], Awaitable[T]]) -> T:
     store = open_store(data_dir)
     await store.open()
     try:
-        return await store.get_checkpoint(None, run_id, kind, name)
+        return await work(store)
     finally:
         await store.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import datetime
+from decimal import Decimal
 from typing import Any
 
 import click
@@ -22,7 +23,8 @@ def checkpoints(run_id: str, url: str) -> None:
     Any step since the oldest of them can be had again too (rollback, fork): it is computed again.
     """
     detail = ask(url, run_route(run_id, "?lines=0"))
-    versions = ask(url, run_route(run_id, "/versions"))["versions"]
+    kept = ask(url, run_route(run_id, "/versions"))
+    versions = kept["versions"]
     saved = detail["checkpoints"]
     for one in saved:
         click.echo(f"{_line(one)}  {_path(one)}{_expiry(one)}")
@@ -30,13 +32,13 @@ def checkpoints(run_id: str, url: str) -> None:
         click.echo(f"{_line(one)}  (made durable: {one['cause']})")
     run = detail["run"]
     click.echo(f"step {run['version']:>6}  now        {(run['weights'] or 'none')[:12]}  in memory and in the journal")
-    click.echo(f"{len(saved)} named, {len(versions)} automatic; {_stored(saved, versions)}")
+    click.echo(f"{len(saved)} named, {len(versions)} automatic; {_stored(kept['stored'])}")
 
 
-def _stored(saved: list[dict[str, Any]], versions: list[dict[str, Any]]) -> str:
+def _stored(stored: dict[str, Any]) -> str:
     """The same arrays under several names are stored once."""
-    sizes = {(one["weights"], one["moments"]): one["size_bytes"] for one in (*saved, *versions)}
-    return f"{sum(sizes.values()) / 2**20:,.1f} MiB stored"
+    cost, price = Decimal(stored["usd_per_month"]), Decimal(stored["usd_per_gib_month"])
+    return f"{stored['bytes'] / 2**20:,.1f} MiB stored, ${cost:f} a month at ${price:f} per GiB (not billed)"
 
 
 def _line(one: dict[str, Any]) -> str:

@@ -37,7 +37,10 @@ def import_(adapter_dir: Path, base: str, name: str | None, url: str | None) -> 
         answer = call(url, "gradserve/import", os.environ.get("TINKER_API_KEY", "tml-local"), body, _TIMEOUT_S)
     except ExtensionError as error:
         raise click.ClickException(str(error)) from error
-    click.echo(json.loads(answer)["path"])
+    found = json.loads(answer)
+    if found["notice"] is not None:
+        click.echo(f"note: {found['notice']}", err=True)
+    click.echo(found["path"])
 
 
 def _body(folder: Path, base: str, name: str | None) -> dict[str, Any]:

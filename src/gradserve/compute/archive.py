@@ -1,6 +1,6 @@
 """A third place for objects, away from this machine: a mounted folder, S3, or whatever else fsspec has a class for.
 
-Layout under the URL: ``objects/<digest>.safetensors``, and texts (manifests) under the names that they are given.
+Layout under the URL: ``objects/<digest>.safetensors``; other files and texts under the names that they are given.
 An object is visible only when it is whole: file systems get a temporary name and a rename, object stores have an atomic
 put. Nothing that comes out of an archive is trusted: its SHA-256 is compared with its name before it gets one here.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import queue
 import secrets
 import tempfile
@@ -44,6 +45,8 @@ _S3_DEFAULTS = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_atte
 """For botocore, in seconds; the attempts are counted here."""
 
 _TEMPORARY = ".tmp"
+_OBJECTS = "objects/"
+_SUFFIX = ".safetensors"
 
 
 class ArchiveError(Exception):
@@ -79,6 +82,11 @@ class Archive:
         self._timeout_s = timeout_s
         self._attempts = attempts
         self._pause_s = pause_s
+        self._end = math.inf
+
+    def hasten(self, within_s: float) -> None:
+        """From now on nothing takes longer than till then: what has not ended fails."""
+        self._end = time.monotonic() + within_s
 
     def require_protocol(self) -> None:
         """Raises ArchiveError when the URL's protocol is unknown or its library isn't installed: ask at start."""
@@ -96,21 +104,34 @@ class Archive:
 
     def put_object(self, digest: str, file: Path) -> None:
         """Upload ``file``, whose bytes have that digest. One that is there with the same size is left alone."""
-        size = file.stat().st_size
-        if self._size(_object(digest)) != size:
-            self._put(_object(digest), file)
+        if self._size(_object(digest)) != file.stat().st_size:
+            self.put_file(_object(digest), file)
 
     def get_object(self, digest: str, to: Path) -> None:
         """Download to ``to``, which appears only whole. Raises ArchiveMissing, ArchiveDamaged."""
-        name = _object(digest)
+        self.get_file(_object(digest), to, digest)
+
+    def objects(self) -> set[str]:
+        """The digests of all objects that are there."""
+        return {name.removeprefix(_OBJECTS).removesuffix(_SUFFIX) for name in self.list(_OBJECTS.rstrip("/"))}
+
+    def put_file(self, name: str, file: Path) -> None:
+        """Upload (or replace) a file, whole."""
+        self._try(f"upload {name}", lambda: self._upload(file, self._key(name)), file.stat().st_size)
+
+    def get_file(self, name: str, to: Path, sha256: str) -> None:
+        """Download to ``to``, which appears only if its bytes have that digest, and for this user alone.
+
+        Raises ArchiveMissing, ArchiveDamaged.
+        """
         size = self._size(name)
         if size is None:
             raise ArchiveMissing(f"{self.url} has no {name}")
 
         def fetch() -> None:
-            with whole_file(to) as sink:
+            with whole_file(to, private=True) as sink:
                 self._files.get_file(self._key(name), sink.name)
-                if sha256_of(Path(sink.name)) != digest:
+                if sha256_of(Path(sink.name)) != sha256:
                     raise ArchiveDamaged(f"{self.url}/{name} is damaged: its bytes have another SHA-256")
 
         self._try(f"download {name}", fetch, size)
@@ -121,15 +142,19 @@ class Archive:
 
     def delete(self, digest: str) -> None:
         """Remove an object; one that is not there is fine."""
+        self.remove(_object(digest))
+
+    def remove(self, name: str) -> None:
+        """Remove what has that name; nothing of that name is fine."""
         with contextlib.suppress(ArchiveMissing):
-            self._try(f"delete {_object(digest)}", lambda: self._files.rm_file(self._key(_object(digest))))
+            self._try(f"delete {name}", lambda: self._files.rm_file(self._key(name)))
 
     def put_text(self, name: str, text: str) -> None:
         """Write (or replace) a text, whole."""
         with tempfile.TemporaryDirectory(prefix="gradserve-") as folder:
             file = Path(folder) / "text"
             file.write_text(text, encoding="utf-8")
-            self._put(name, file)
+            self.put_file(name, file)
 
     def get_text(self, name: str) -> str:
         """A text. Raises ArchiveMissing."""
@@ -145,13 +170,10 @@ class Archive:
         start = len(self._root) + 1
         return sorted(key[start:] for key in keys if not key.endswith(_TEMPORARY))
 
-    def _put(self, name: str, file: Path) -> None:
-        self._try(f"upload {name}", lambda: self._upload(file, self._key(name)), file.stat().st_size)
-
     def _upload(self, file: Path, key: str) -> None:
         if _is(self._files, {"file", "local"}):
             Path(key).parent.mkdir(parents=True, exist_ok=True)
-            copy_whole(file, Path(key))
+            copy_whole(file, Path(key), private=True)  # weights and prompts: nobody else's
             return
         atomic = _is(self._files, _ATOMIC_PUT)
         place = key if atomic else f"{key}.{secrets.token_hex(4)}{_TEMPORARY}"
@@ -206,11 +228,12 @@ class Archive:
         limit_s = self._timeout_s + size_bytes / _SLOWEST_BYTES_PER_S
         for attempt in range(1, self._attempts + 1):
             try:
-                return _within(limit_s, work)
+                return _within(max(0.0, min(limit_s, self._end - time.monotonic())), work)
             except ArchiveError:
                 raise
             except Exception as error:
-                if attempt == self._attempts or isinstance(error, _PERMANENT):
+                hopeless = isinstance(error, _PERMANENT) or time.monotonic() > self._end
+                if attempt == self._attempts or hopeless:
                     kind = ArchiveMissing if isinstance(error, FileNotFoundError) else ArchiveError
                     raise kind(f"{self.url}: could not {what}: {error or type(error).__name__}") from error
             time.sleep(self._pause_s * 2 ** (attempt - 1))
@@ -218,7 +241,7 @@ class Archive:
 
 
 def _object(digest: str) -> str:
-    return f"objects/{digest}.safetensors"
+    return f"{_OBJECTS}{digest}{_SUFFIX}"
 
 
 def _is(files: Any, protocols: set[str] | frozenset[str]) -> bool:

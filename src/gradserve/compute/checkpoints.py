@@ -145,9 +145,34 @@ class CheckpointFolders:
         if moments is not None:
             _link_or_copy(self._objects.persist(moments), folder / "optimizer.safetensors")
 
+    def relink(
+        self, run_id: str, kind: str, name: str, lora: LoraConfig | None, weights: str, moments: str | None
+    ) -> None:
+        """Replace files of the folder that are older than the durable objects: these were damaged and made again.
+
+        Raises NoRoom.
+        """
+        folder = folder_of(self._root, run_id, kind, name)
+        for digest, file in ((weights, weights_file(lora)), (moments, "optimizer.safetensors")):
+            if digest is not None and self._objects.has_durable(digest):
+                _replace_older(self._objects.persist(digest), folder / file)
+
+    def has(self, run_id: str, kind: str, name: str) -> bool:
+        """Whether the folder is there."""
+        return folder_of(self._root, run_id, kind, name).is_dir()
+
     def remove(self, run_id: str, kind: str, name: str) -> None:
         """Remove the folder of a deleted checkpoint."""
         shutil.rmtree(folder_of(self._root, run_id, kind, name), ignore_errors=True)
+
+
+def _replace_older(source: Path, target: Path) -> None:
+    if not target.exists() or target.samefile(source) or target.stat().st_mtime_ns > source.stat().st_mtime_ns:
+        return
+    temporary = target.with_name(f".{target.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    _link_or_copy(source, temporary)
+    temporary.replace(target)
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

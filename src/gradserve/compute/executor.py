@@ -32,7 +32,9 @@ class ExitReason(msgspec.Struct, frozen=True):
 
 
 class WorkerState(msgspec.Struct, frozen=True):
-    """A snapshot. ``restarts`` counts replacements since the executor started."""
+    """A snapshot. ``restarts`` counts replacements since the executor started, ``failed_starts`` those of them that
+    ended before they were ready, since one was.
+    """
 
     id: str
     phase: WorkerPhase
@@ -40,6 +42,7 @@ class WorkerState(msgspec.Struct, frozen=True):
     restarts: int
     peak_rss_bytes: int
     last_exit: ExitReason | None = None
+    failed_starts: int = 0
 
 
 class WorkerLost(Exception):

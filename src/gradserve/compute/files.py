@@ -21,16 +21,16 @@ class NoRoom(OSError):
 
 
 @contextlib.contextmanager
-def whole_file(target: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
+def whole_file(target: Path, *, durable: bool = True, private: bool = False) -> Iterator[IO[bytes]]:
     """A file to write that takes the name ``target`` when the block ends, in the place of an older one.
 
-    If the block raises, nothing is left of it. ``durable``: file and name are on disk (fsync) before that. Raises
-    NoRoom when the file system is full.
+    If the block raises, nothing is left of it. ``durable``: file and name are on disk (fsync) before that.
+    ``private``: only this user may read it. Raises NoRoom when the file system is full.
     """
     temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}.tmp")
     with naming_full_disk(target.parent):
         try:
-            with open(temporary, "xb") as file:
+            with open(temporary, "xb", opener=_private if private else None) as file:
                 yield file
                 if durable:
                     file.flush()
@@ -41,6 +41,10 @@ def whole_file(target: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
             raise
         if durable:
             fsync_directory(target.parent)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 @contextlib.contextmanager
@@ -57,9 +61,9 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
         raise NoRoom(error.errno, cure, str(folder)) from error
 
 
-def copy_whole(source: Path, target: Path) -> None:
+def copy_whole(source: Path, target: Path, *, private: bool = False) -> None:
     """Copy a file so that ``target`` is whole and on disk, or as it was. Raises NoRoom."""
-    with open(source, "rb") as opened, whole_file(target) as sink:
+    with open(source, "rb") as opened, whole_file(target, private=private) as sink:
         shutil.copyfileobj(opened, sink, _CHUNK_BYTES)
 
 

@@ -186,12 +186,13 @@ class _Worker:
         self._process: _Incarnation | None = None
         self._in_flight: dict[str, _InFlight] = {}
         self._restarts = 0
+        self._failed_starts = 0
         self._last_exit: ExitReason | None = None
         self._told: set[str] = set()
 
     def state(self) -> WorkerState:
         pid, peak = (None, 0) if self._process is None else (self._process.pid, self._process.peak_rss_bytes)
-        return WorkerState(self._spec.id, self._phase, pid, self._restarts, peak, self._last_exit)
+        return WorkerState(self._spec.id, self._phase, pid, self._restarts, peak, self._last_exit, self._failed_starts)
 
     async def run(self, task: Task, on_progress: OnProgress | None) -> Outcome:
         if self._process is None or self._phase != "ready":
@@ -210,6 +211,7 @@ class _Worker:
         pause = _FIRST_RETRY_S
         while True:
             became_ready, reason = await self._one_life()
+            self._failed_starts = 0 if became_ready else self._failed_starts + 1
             self._bury(reason)
             if not became_ready:
                 self._tell(reason)
@@ -256,6 +258,7 @@ class _Worker:
             case Ready():
                 process.ready = True
                 self._phase = "ready"
+                self._failed_starts = 0
                 self._changed()
 
     async def _watch(self, process: _Incarnation) -> None:

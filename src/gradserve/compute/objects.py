@@ -18,12 +18,14 @@ import secrets
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from gradserve.compute.archive import Archive, ArchiveDamaged, ArchiveError, ArchiveMissing
 from gradserve.compute.files import copy_whole, sha256_of, whole_file
 
 SUFFIX = ".safetensors"
+_DAMAGED = ".damaged"
 _OWNER = "owner"
 
 log = logging.getLogger(__name__)
@@ -63,8 +65,28 @@ def claim(root: Path, data_dir: Path) -> None:
             shutil.rmtree(other, ignore_errors=True)
 
 
+@dataclass(frozen=True)
+class SetAside:
+    """A damaged file that waits for another to take its ``place``. Its bytes may be all that is left of an array."""
+
+    place: Path
+    file: Path
+
+    def put_back(self) -> None:
+        """Nothing better was found, unless there is."""
+        if self.place.exists():
+            self.remove()
+        else:
+            self.file.rename(self.place)
+
+    def remove(self) -> None:
+        """There is a good one now."""
+        self.file.unlink(missing_ok=True)
+
+
 class ObjectStore:
-    """``fast`` and ``durable`` are created when missing. Safe to use from several processes.
+    """``fast`` and ``durable`` are created when missing; ``remote`` is the archive, or None. Safe to use from several
+    processes.
 
     Whatever writes raises NoRoom when a tier is full, and leaves that tier as it was.
     """
@@ -72,7 +94,7 @@ class ObjectStore:
     def __init__(self, fast: Path, durable: Path, archive: Archive | None = None) -> None:
         self.fast = fast
         self.durable = durable
-        self._archive = archive
+        self.remote = archive
         for root in (fast, durable):
             root.mkdir(parents=True, exist_ok=True)
 
@@ -144,19 +166,19 @@ class ObjectStore:
 
     def _restored(self, digest: str) -> bool:
         """Whether the archive had it whole; then it is in the durable tier. Raises ObjectCorrupt naming its copy."""
-        if self._archive is None:
+        if self.remote is None:
             return False
         try:
-            self._archive.get_object(digest, self.durable / (digest + SUFFIX))
+            self.remote.get_object(digest, self.durable / (digest + SUFFIX))
         except ArchiveMissing:
             return False
         except ArchiveDamaged as damaged:
             log.error("%s", damaged)
-            raise ObjectCorrupt(digest, f"{self._archive.url}/objects/{digest}{SUFFIX}") from damaged
+            raise ObjectCorrupt(digest, f"{self.remote.url}/objects/{digest}{SUFFIX}") from damaged
         except ArchiveError as error:
             log.error("object %s is not whole on this machine, and was not fetched: %s", digest, error)
             return False
-        log.warning("object %s was fetched from %s", digest, self._archive.url)
+        log.warning("object %s was fetched from %s", digest, self.remote.url)
         return True
 
     def size(self, digest: str) -> int:
@@ -172,14 +194,9 @@ class ObjectStore:
                 copy_whole(source, target)
         return target
 
-    @property
-    def has_archive(self) -> bool:
-        """Whether ``archive`` has somewhere to upload to."""
-        return self._archive is not None
-
     def archive(self, digest: str) -> None:
         """Upload the durable copy of an object. Raises ObjectMissing (not durable), ObjectCorrupt, ArchiveError."""
-        assert self._archive is not None
+        assert self.remote is not None
         durable = self.durable / (digest + SUFFIX)
         try:
             whole = _is_whole(durable, digest)
@@ -187,12 +204,12 @@ class ObjectStore:
             raise ObjectMissing(digest) from None
         if not whole:
             raise ObjectCorrupt(digest, durable)
-        self._archive.put_object(digest, durable)
+        self.remote.put_object(digest, durable)
 
     def discard_archived(self, digest: str) -> None:
         """Remove the archive's copy of an object. Raises ArchiveError."""
-        assert self._archive is not None
-        self._archive.delete(digest)
+        assert self.remote is not None
+        self.remote.delete(digest)
 
     def demote(self, digest: str) -> None:
         """Leave only the durable copy, made again if it was damaged. Raises ObjectMissing, ObjectCorrupt."""
@@ -201,6 +218,15 @@ class ObjectStore:
             durable.unlink()
             self.persist(digest)
         self.discard_fast(digest)
+
+    def set_aside(self, digest: str) -> SetAside | None:
+        """Take an object that is damaged out of the way, so that it can be made again; None when none is durable."""
+        self.discard_fast(digest)
+        durable = self.durable / (digest + SUFFIX)
+        try:
+            return SetAside(durable, durable.rename(durable.with_name(durable.name + _DAMAGED)))
+        except FileNotFoundError:
+            return None
 
     def discard(self, digest: str) -> None:
         """Remove an object from both tiers; one that is not there is fine."""
@@ -245,10 +271,12 @@ class ObjectStore:
         return self.fast / (digest + SUFFIX), self.durable / (digest + SUFFIX)
 
     def sweep_temporary(self) -> None:
-        """Remove what an interrupted writer left. Only when no worker is running."""
+        """Undo what an interrupted writer or mender left. Only when no worker is running."""
         for root in (self.fast, self.durable):
             for file in root.glob("*.tmp"):
                 file.unlink(missing_ok=True)
+        for file in self.durable.glob(f"*{_DAMAGED}"):
+            SetAside(file.with_suffix(""), file).put_back()
 
 
 def copy_out(digest: str, target: Path, roots: Sequence[Path], archive: Archive | None = None) -> None:

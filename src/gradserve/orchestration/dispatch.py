@@ -16,9 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from gradserve.compute.executor import Executor, WorkerLost
+from gradserve.compute.executor import Executor, WorkerLost, WorkerState
 from gradserve.compute.tasks import GradTask, Outcome, SampleTask, ScoreTask, Task
 from gradserve.orchestration.streams import TokenStream
+from gradserve.wire.errors import ServerError
 
 log = logging.getLogger(__name__)
 
@@ -26,12 +27,25 @@ _TRAIN_TASKS_PER_WORKER = 2
 """One computing and one waiting in the worker, so that it never idles for a round trip; small ones may be more."""
 _TOKENS_OF_OTHERS = 64
 """What a Task that has no rows (an optimizer step, say) counts as: a guess, so that such Tasks are bounded too."""
+_FAILED_STARTS = 5
+"""Of every worker, in a row (about two seconds): what waits is told of it instead of waiting for ever."""
 _SAMPLES_PER_WORKER = 512
 """Sequences in a worker's hands; more wait here, where another worker can take them."""
 
 
 class AttemptsExhausted(Exception):
     """Every worker that took the Task died. ``__cause__`` is the last WorkerLost."""
+
+
+class NoWorkers(ServerError):
+    """No worker is alive, and all that were started of late died before they were ready. The Task was not begun."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            "compute.no_workers",
+            f"No worker can start, so the request was not computed and is not billed; the last one {why}.",
+            fix="Nothing of the run is lost. When the server's workers start again (healthz), send the request again.",
+        )
 
 
 class TaskCancelled(Exception):
@@ -103,7 +117,7 @@ class Dispatcher:
     async def run(self, task: Task, queue: str, stream: TokenStream | None = None) -> Outcome:
         """Queue a Task and wait for its outcome; a streamed sample's tokens go to ``stream`` before.
 
-        Raises AttemptsExhausted, TaskCancelled.
+        Raises AttemptsExhausted, NoWorkers, TaskCancelled.
         """
         entry = _Entry(task, queue, asyncio.get_running_loop().create_future(), stream)
         self._entries[task.id] = entry
@@ -128,7 +142,11 @@ class Dispatcher:
 
     def pump(self) -> None:
         """Give every free place to the next Task. Called whenever a Task, a place or a worker becomes free."""
-        ready = [worker.id for worker in self.executor.workers() if worker.phase == "ready"]
+        workers = self.executor.workers()
+        if (why := _why_none_starts(workers)) is not None:
+            self._give_up(why)
+            return
+        ready = [worker.id for worker in workers if worker.phase == "ready"]
         while True:
             placed = False
             for name in list(self._queues):
@@ -138,6 +156,13 @@ class Dispatcher:
                     placed = True
             if not placed:
                 return
+
+    def _give_up(self, why: str) -> None:
+        """Nothing that is queued can be computed now."""
+        queues, self._queues = self._queues, {}
+        for entry in (entry for queue in queues.values() for entry in queue):
+            if not entry.future.done():
+                entry.future.set_exception(NoWorkers(why))
 
     async def close(self) -> None:
         """Drop what is queued; whoever waits is cancelled."""
@@ -217,3 +242,11 @@ class Dispatcher:
             entry.future.set_exception(exhausted)
         else:
             self._queues.setdefault(entry.queue, deque()).appendleft(entry)
+
+
+def _why_none_starts(workers: list[WorkerState]) -> str | None:
+    """What ended the last worker that tried, when none is alive and they have tried for long."""
+    if not workers or any(worker.phase == "ready" or worker.failed_starts < _FAILED_STARTS for worker in workers):
+        return None
+    exits = [worker.last_exit.detail for worker in workers if worker.last_exit is not None]
+    return exits[-1] if exits else "said nothing"

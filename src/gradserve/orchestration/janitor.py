@@ -52,8 +52,8 @@ class Janitor:
         self._warned: set[tuple[str, float]] = set()
         self._wanted = asyncio.Event()
 
-    def garbage(self) -> None:
-        """A hint that arrays were just replaced."""
+    def hint(self) -> None:
+        """Arrays were just replaced, or made durable."""
         self._wanted.set()
 
     async def run(self) -> None:

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, field
 
 from gradserve.store.base import Op, Run
+from gradserve.wire.errors import ServerError
 
 _READERS = frozenset({"forward_backward", "apply_graph", "evaluate"})
 
@@ -22,7 +23,8 @@ class Lane:
 
     ``touched_at`` is when something last arrived or ended (time.monotonic). Nothing starts unless ``resumed`` is set:
     the run's state is being made. Ends are written under ``committing``, one after another. ``uncovered_ms`` is what
-    the Ops since the last optimizer step cost. ``lost`` says why the run's arrays can't be had any more.
+    the Ops since the last optimizer step cost. ``lost`` says why the run's arrays can't be had any more, ``postponed``
+    what kept them from being computed again for now.
     """
 
     run: Run
@@ -34,6 +36,7 @@ class Lane:
     committing: asyncio.Lock = field(default_factory=asyncio.Lock)
     uncovered_ms: float = 0.0
     lost: str | None = None
+    postponed: ServerError | None = None
     _ended_ahead: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:

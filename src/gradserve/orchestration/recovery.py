@@ -11,12 +11,14 @@ import msgspec
 
 from gradserve.compute.checkpoints import CheckpointFolders
 from gradserve.compute.objects import ObjectCorrupt, ObjectMissing, ObjectStore
+from gradserve.orchestration.dispatch import NoWorkers
 from gradserve.orchestration.held import Held
 from gradserve.orchestration.lanes import Lane
 from gradserve.orchestration.manifest import Manifests
+from gradserve.orchestration.mending import Aside, Mending
 from gradserve.orchestration.replay import Replay, Replayed, Unrecoverable
 from gradserve.store.base import Checkpoint, Event, EventKind, Op, Run, RunUpdate, Store, Version
-from gradserve.store.wakeups import NameVersion
+from gradserve.store.wakeups import MakeWhole, NameVersion
 from gradserve.wire.errors import Gone, NotFound
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class Recovery:
         folders: CheckpointFolders,
         replay: Replay,
         manifests: Manifests,
+        mending: Mending,
         held: Held,
     ) -> None:
         self._store = store
@@ -39,79 +42,90 @@ class Recovery:
         self._folders = folders
         self._replay = replay
         self._manifests = manifests
+        self._mending = mending
         self._held = held
-        self._rebuilding: dict[str, asyncio.Task[None]] = {}
 
     async def recover(self, lane: Lane) -> bool:
         """See to it that the arrays of a lane's run are whole; what is not is computed again.
 
-        False where that can't be done: then ``lane.lost`` says why.
+        False where that can't be done: then ``lane.lost`` says why, or ``lane.postponed`` when it may be done later.
         """
         run, started = lane.run, time.monotonic()
-        if await asyncio.to_thread(self._are_whole, arrays_of(run)):
+        broken = await asyncio.to_thread(self._broken, arrays_of(run))
+        if not broken:
             return True
+        aside = Aside(self._objects, broken)
         with self._held.during() as held:
             try:
                 async with lane.committing:  # the ends of all that came before are in the journal then
                     last = max([lane.head - 1, *(seq for seq, _ in run.gradients)])
                 replayed = await self._replay.to_seq(run, last, held)
             except Unrecoverable as error:
+                aside.put_back()
                 log.error("run %s can't be recovered: %s", run.id, error)
                 await self._tell(run, "weights_lost", str(error))
                 lane.lost = str(error)
                 return False
-            await self._recovered(lane, replayed, time.monotonic() - started)
+            except NoWorkers as error:
+                aside.put_back()
+                log.error("run %s can't be recovered yet: %s", run.id, error)
+                lane.postponed = error
+                return False
+            same = await self._recovered(lane, replayed, time.monotonic() - started)
+        if same:
+            aside.remove()
+        else:
+            aside.put_back()  # a kept state may be these arrays
         return True
 
-    def _are_whole(self, digests: Iterable[str]) -> bool:
-        """Whether all are there and undamaged, in this machine's tiers or in the archive."""
-        whole = True
+    def _broken(self, digests: Iterable[str]) -> list[str]:
+        """Those that are missing or damaged, in this machine's tiers and in the archive."""
+        broken = []
         for digest in digests:
             try:
                 self._objects.verified_path(digest)
             except ObjectMissing:
                 log.warning("object %s is lost; computing it again", digest)
-                whole = False
+                broken.append(digest)
             except ObjectCorrupt as error:
                 log.error("%s; computing it again", error)
-                self._objects.discard(digest)  # a file that is there would not be written again
-                whole = False
-        return whole
+                broken.append(digest)
+        return broken
 
-    async def _recovered(self, lane: Lane, replayed: Replayed, seconds: float) -> None:
+    async def _recovered(self, lane: Lane, replayed: Replayed, seconds: float) -> bool:
+        """Take the state up; whether it has the bits that were lost."""
         run, state = lane.run, replayed.run
         what = f"{replayed.ops} requests run again from {replayed.origin}, 0 steps lost, {seconds:.1f} s, not billed"
         if arrays_of(state) == arrays_of(run):
             await self._tell(run, "recovered", what)
-            return
+            await self._keep_again(run)
+            return True
         # Other bits: merged passes or another machine. The state is right to the bounds of docs/reference/numerics.md.
         event = _event(run, "recovered_differently", f"{what}; the last bits of the weights differ from before")
         await self._store.restore(run.tenant, _update_to(state), None, event)
         lane.run = with_state_of(run, state)
+        return False
+
+    async def _keep_again(self, run: Run) -> None:
+        """Named or durable states of the run that share the arrays are whole again too."""
+        try:
+            await self._mending.keep_again(run.id, set(arrays_of(run)))
+        except OSError as error:
+            log.error("what was computed again of %s is not durable yet: %s", run.id, error)
 
     async def find_sampled(self, op: Op, weights: str) -> None:
-        """The weights that a sampling session froze, computed again if they are gone. Raises Gone."""
-        if not await missing(self._objects, [weights]):
-            return
-        task = self._rebuilding.get(weights)
-        if task is None:
-            task = self._rebuilding[weights] = asyncio.create_task(self._rebuild(op, weights))
-            task.add_done_callback(lambda _: self._rebuilding.pop(weights, None))
-        await asyncio.shield(task)
+        """The weights that a sampling session froze, computed again if they are gone. Raises Gone, ServerError."""
+        if await missing(self._objects, [weights]):
+            await self.mend_sampled(op, weights)
 
-    async def _rebuild(self, op: Op, weights: str) -> None:
+    async def mend_sampled(self, op: Op, weights: str) -> None:
+        """The same, of weights that may be damaged."""
         session = await self._store.get_sampling_session(None, op.scope)
-        run = None if session is None or session.run_id is None else await self._store.get_run(None, session.run_id)
-        if session is None or run is None or session.run_version is None:
+        if session is None or session.run_id is None or session.run_version is None:
             raise lost("there is no run to compute them from")
-        with self._held.during() as held:
-            try:
-                replayed = await self._replay.to_version(run, session.run_version, held)
-            except Unrecoverable as error:
-                raise lost(str(error)) from error
-            if replayed.run.weights != weights:
-                raise lost("computing them again gave other last bits")
-            await self._tell(run, "recovered", f"weights of step {replayed.run.version} for sampling computed again")
+        name = session.model_path or f"sampling session {session.id}"
+        frozen = MakeWhole(op.tenant, name, session.run_id, session.run_version, {weights: "weights"})
+        await self._mending.make_whole(frozen)
 
     async def name(self, ask: NameVersion) -> Checkpoint:
         """Make a step a checkpoint. Raises NotFound."""
@@ -163,7 +177,7 @@ class Recovery:
             )
             event = _event(run, "rolled_back", f"from step {run.version} to step {state.version}")
             await self._store.restore(run.tenant, _update_to(state), version, event)
-            lane.run, lane.lost = with_state_of(run, state), None
+            lane.run, lane.lost, lane.postponed = with_state_of(run, state), None, None
 
     async def run_of(self, tenant: str, run_id: str) -> Run:
         """The tenant's run. Raises NotFound."""

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from gradserve.compute.objects import ObjectCorrupt, ObjectMissing, ObjectStore
 from gradserve.compute.tasks import Done, Failed, Outcome
+from gradserve.orchestration.dispatch import AttemptsExhausted
 from gradserve.orchestration.lower import lower
 from gradserve.orchestration.program import Program
 from gradserve.orchestration.settle import Context, after, settle_done
@@ -123,7 +124,10 @@ class Replay:
 
     async def _again(self, op: Op, body: OpBody, run: Run, held: list[str]) -> Run:
         program = lower(f"{op.id}~replay", body, run, self._settings.tokens_per_task)
-        outcomes = await self._execute(program, run.id, held)
+        try:
+            outcomes = await self._execute(program, run.id, held)
+        except AttemptsExhausted as error:
+            raise Unrecoverable(f"every worker that computed {op.kind} #{op.seq} again died ({error})") from error
         failed = next((outcome for outcome in outcomes if isinstance(outcome, Failed)), None)
         if failed is not None:
             raise Unrecoverable(f"{op.kind} #{op.seq}, which had succeeded, failed this time: {failed.message}")

@@ -26,13 +26,16 @@ from gradserve.compute.objects import ObjectCorrupt, ObjectMissing, ObjectStore
 from gradserve.compute.tasks import Done, Failed, Outcome, Task
 from gradserve.orchestration.alarms import Alarms
 from gradserve.orchestration.archiver import Archiver
+from gradserve.orchestration.database_copier import DatabaseCopier
 from gradserve.orchestration.dispatch import AttemptsExhausted, Dispatcher, TaskCancelled
 from gradserve.orchestration.execution import Execution
+from gradserve.orchestration.folders import rebuild_missing
 from gradserve.orchestration.held import Held
 from gradserve.orchestration.janitor import Janitor
 from gradserve.orchestration.lanes import Lane
 from gradserve.orchestration.lower import lower, sample_task_id
 from gradserve.orchestration.manifest import Manifests
+from gradserve.orchestration.mending import Mending
 from gradserve.orchestration.recovery import Recovery, arrays_of, lost, missing, write_folder
 from gradserve.orchestration.replay import Replay
 from gradserve.orchestration.settle import (
@@ -58,14 +61,16 @@ from gradserve.store.base import (
     Store,
     StoreError,
 )
-from gradserve.store.wakeups import Ask, CheckGraph, NameVersion, Rollback, Wakeups
+from gradserve.store.wakeups import Ask, CheckGraph, MakeWhole, NameVersion, Role, Rollback, Wakeups
 from gradserve.wire.errors import Conflict, Problem, ServerError, UserError
-from gradserve.wire.ops import CreateLoss, LoadWeights, OpBody, Sample, SaveWeights, decode_body
+from gradserve.wire.ops import STEPS, CreateLoss, LoadWeights, OpBody, Sample, SaveWeights, decode_body
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 5.0
 _RETRY_S = 1.0
+_MAKES_STATES = frozenset({*STEPS, "load_weights", "save_weights", "save_for_sampling"})
+"""Kinds of Ops that replace a run's arrays, or keep them."""
 _FORGET_LANE_AFTER_S = 600.0
 """An idle run's state is read from the store again when it wakes; till then its arrays may leave shared memory."""
 
@@ -103,9 +108,10 @@ class Scheduler:
         self.alarms = Alarms(store)
         manifests = self._manifests = Manifests(store, catalog, settings)
         replay = Replay(store, objects, self._execution.run, settings)
-        self._recovery = Recovery(store, objects, folders, replay, manifests, self._held)
+        self._mending = Mending(store, objects, folders, replay, self._held)
+        self._recovery = Recovery(store, objects, folders, replay, manifests, self._mending, self._held)
         self._snapshots = Snapshots(store, objects, manifests, settings, self.alarms, self._held)
-        self._archiver = Archiver(objects) if objects.has_archive else None
+        self._archiver = self._new_archiver()
         self._janitor = Janitor(store, objects, folders, settings, self.in_use, self._hot, self._archiver)
         self._background: set[asyncio.Task[None]] = set()
         executor.on_change = self._dispatcher.pump
@@ -116,24 +122,35 @@ class Scheduler:
             await self._admit(op)
         self._spawn(self._loop())
         self._spawn(self._janitor.run())
+        self._spawn(rebuild_missing(self._store, self._objects, self._folders))
         if self._archiver is not None:
             self._spawn(self._archiver.run())
         self._launch_all()
 
-    async def close(self) -> None:
-        """Stop; Ops that had not ended stay in the journal. Makes what runs need durable (see ``park``)."""
+    async def close(self) -> bool:
+        """Stop; Ops that had not ended stay in the journal. ``park``; whether that could be done."""
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._dispatcher.close()
-        await self.park()
+        kept = await self.park()
+        if self._archiver is not None:
+            await self._archiver.close()
+        return kept
+
+    def _new_archiver(self) -> Archiver | None:
+        if self._objects.remote is None:
+            return None
+        scratch = self._settings.data_dir / "archive.tmp"
+        copier = DatabaseCopier(self._store, self._objects.remote, self._held, scratch)
+        return Archiver(self._store, self._objects, copier)
 
     async def sweep(self) -> None:
         """Let the janitor make a round now."""
         await self._janitor.sweep()
 
-    async def park(self) -> None:
-        """Copy all live arrays to the durable tier, so that shared memory can be given back."""
+    async def park(self) -> bool:
+        """Copy all live arrays to the durable tier. Then shared memory can be given back; False: it must stay."""
         for digest in await self._store.live_digests() | self.in_use():
             try:
                 await asyncio.to_thread(self._objects.persist, digest)
@@ -141,6 +158,12 @@ class Scheduler:
                 continue
             except ObjectCorrupt as corrupt:
                 log.error("not kept over the restart: %s", corrupt)
+            except OSError as error:
+                log.error(
+                    "not all arrays could be copied to disk; shared memory keeps them for the next start: %s", error
+                )
+                return False
+        return True
 
     def stream(self, op_id: str) -> contextlib.AbstractContextManager[TokenStream]:
         """The tokens of a sample as they are sampled; see Execution.stream."""
@@ -214,6 +237,13 @@ class Scheduler:
             self._launch(lane)
 
     def _launch(self, lane: Lane) -> None:
+        if lane.postponed is not None and lane.waiting and not lane.running and lane.resumed.is_set():
+            lane.postponed = None
+            lane.resumed.clear()
+            self._spawn(self._recover(lane))
+        self._start_ready(lane)
+
+    def _start_ready(self, lane: Lane) -> None:
         for op in lane.start_ready():
             self._spawn(self._run_op(op, lane))
 
@@ -254,8 +284,8 @@ class Scheduler:
             self._held.release(held)
         self._wakeups.ended(op.id, _as_stored(op, settlement) if first else None)
         self._execution.ended(op.id)
-        if op.kind in ("optim_step", "load_weights"):
-            self._janitor.garbage()
+        if op.kind in _MAKES_STATES:
+            self._janitor.hint()
 
     async def _commit(self, settlement: Settlement) -> bool:
         """Write the end of an Op. While that can't be done (a full disk) its run waits; nothing is lost."""
@@ -278,7 +308,7 @@ class Scheduler:
         if settlement.durable is not None:
             self._snapshots.covered(run.id)
             lane.uncovered_ms = 0.0
-        elif op.kind == "optim_step" and settlement.run is not None:
+        elif op.kind in STEPS and settlement.run is not None:
             self._snapshots.stepped(run, op.seq, lane.uncovered_ms)
             lane.uncovered_ms = 0.0
             self._take_snapshots()
@@ -308,6 +338,9 @@ class Scheduler:
                 return await self._recovery.name(ask)
             case Rollback():
                 return await self._roll_back(ask)
+            case MakeWhole():
+                await self._mending.make_whole(ask)
+                return None
             case CheckGraph():
                 await self._check_graph(ask.digest)
                 return None
@@ -343,7 +376,7 @@ class Scheduler:
     async def _recover(self, lane: Lane) -> None:
         await self._recovery.recover(lane)
         lane.resumed.set()
-        self._launch(lane)
+        self._start_ready(lane)  # also when it was postponed: then they are told so
 
     def _moved(self, task: Task, queue: str, loss: WorkerLost, seconds: float) -> None:
         """A Task whose worker was lost is in the hands of another."""
@@ -399,8 +432,14 @@ class Scheduler:
         """The outcomes of an Op; if its run's arrays turn out to be damaged they are computed again first, once."""
         try:
             outcomes = await self._compute_op(op, body, lane, held)
-            if lane is None or (failed := _failure(outcomes)) is None or failed.kind != "corrupt":
+            if (failed := _failure(outcomes)) is None or failed.kind != "corrupt":
                 return outcomes
+            if lane is None:
+                assert isinstance(body, Sample)
+                if body.weights is None:
+                    return outcomes
+                await self._recovery.mend_sampled(op, body.weights)
+                return await self._compute_op(op, body, lane, held)
         except ObjectCorrupt:
             if lane is None:
                 raise
@@ -422,6 +461,8 @@ class Scheduler:
     async def _check_arrays(self, lane: Lane | None, body: OpBody, run: Run | None) -> None:
         """Say it when arrays are gone for good, instead of failing in a worker."""
         if run is not None and not isinstance(body, LoadWeights) and await missing(self._objects, arrays_of(run)):
+            if lane is not None and lane.postponed is not None:
+                raise lane.postponed
             raise lost(lane.lost if lane is not None and lane.lost else "they are in no store")
 
     async def _context(self, op: Op, body: OpBody, run: Run | None) -> Context:
@@ -435,6 +476,9 @@ class Scheduler:
         elif isinstance(body, LoadWeights):
             owner, kind, name = body.path.removeprefix("tinker://").split("/")
             checkpoint = await self._store.get_checkpoint(op.tenant, owner, kind, name)
+            if checkpoint is not None:
+                moments: tuple[Role, ...] = ("optimizer moments",) if body.optimizer else ()
+                await self._mending.make_whole(MakeWhole.of(checkpoint, op.tenant, "weights", *moments))
         return Context(op, body, run, self._settings.prices, time.time(), checkpoint, size)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

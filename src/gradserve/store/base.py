@@ -13,6 +13,7 @@ Invariants, each with a test in tests/contract:
 from __future__ import annotations
 
 from decimal import Decimal
+from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
@@ -226,6 +227,7 @@ EventKind = Literal[
     "checkpoint_expired",
     "storage_alarm",
     "storage_well",
+    "restored",
 ]
 
 
@@ -311,6 +313,24 @@ class StoreError(Exception):
 
 class Fenced(StoreError):
     """Another server has taken this database over; nothing of this one is written any more."""
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """Which life of a database may write to the archive: of two with different tokens, the one of the higher epoch."""
+
+    epoch: int
+    token: str
+
+
+class Backup(msgspec.Struct, frozen=True):
+    """What a copy of the database holds: all that was committed before ``taken_at``.
+
+    ``live`` are the digests that it refers to, as of ``Store.live_digests``. ``versions`` are all durable ones.
+    """
+
+    taken_at: float
+    live: set[str]
+    versions: list[Version]
 
 
 class Store(Protocol):
@@ -475,6 +495,19 @@ class Store(Protocol):
 
         Runs and sampling sessions of a finished session do not count, unless a run has unfinished Ops.
         """
+        ...
+
+    # copies of the database
+    async def back_up(self, to: Path) -> Backup:
+        """Write a consistent copy of the database to the new file ``to``, beside the work that goes on."""
+        ...
+
+    async def durable_mark(self) -> str | None:
+        """Changes whenever a durable version or a checkpoint is written or deleted; None while there are none."""
+        ...
+
+    async def archive_claim(self) -> Claim:
+        """This database's own; made when first asked for."""
         ...
 
     # ledger

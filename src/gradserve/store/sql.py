@@ -6,6 +6,7 @@ applied in that order, reads included. Cancelling the wait does not undo the cal
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import time
@@ -15,9 +16,11 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy.engine import Connection
 
-from gradserve.store import schema
+from gradserve.store import backup, schema
 from gradserve.store.base import (
+    Backup,
     Checkpoint,
+    Claim,
     Event,
     Fenced,
     LedgerLine,
@@ -32,6 +35,7 @@ from gradserve.store.base import (
     Settlement,
     Store,
     StoredGraph,
+    StoreError,
     Version,
 )
 from gradserve.store.queries import (
@@ -59,8 +63,16 @@ _MAX_SUMS = 1024
 class SqlStore(Store):
     """Make one by :meth:`at` or :meth:`in_memory`; it belongs to the event loop that opens it, once."""
 
-    def __init__(self, connect: Callable[[], Connection], now: Callable[[], float], *, read_only: bool = False) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], Connection],
+        now: Callable[[], float],
+        *,
+        path: Path | None = None,
+        read_only: bool = False,
+    ) -> None:
         self._connect = connect
+        self._path = path
         self._read_only = read_only
         self._epoch: int | None = None
         self._now = now
@@ -76,7 +88,7 @@ class SqlStore(Store):
         """
         place = Path(path)
         opener = schema.open_read_only if read_only else schema.open_file
-        return cls(lambda: opener(place), now, read_only=read_only)
+        return cls(lambda: opener(place), now, path=place, read_only=read_only)
 
     @classmethod
     def in_memory(cls, *, now: Callable[[], float] = time.time) -> SqlStore:
@@ -267,6 +279,19 @@ class SqlStore(Store):
 
     async def live_digests(self) -> set[str]:
         return await self._read(digests.live)
+
+    # copies of the database
+
+    async def back_up(self, to: Path) -> Backup:
+        if self._path is None:
+            raise StoreError("a store in memory has no file to copy")
+        return await asyncio.to_thread(backup.back_up, self._path, to)
+
+    async def durable_mark(self) -> str | None:
+        return await self._read(versions.mark)
+
+    async def archive_claim(self) -> Claim:
+        return await self._write(leases.archive_claim, self._now())
 
     # ledger
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gradserve.store.base import Op
+from gradserve.store.base import Checkpoint, Op, Version
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,40 @@ class CheckGraph:
     digest: str
 
 
-Ask = NameVersion | Rollback | CheckGraph
+Role = Literal["weights", "optimizer moments", "client state"]
+"""What an object of a kept state is."""
+
+
+@dataclass(frozen=True)
+class MakeWhole:
+    """See to it that objects of a kept state are whole, as far as that can be done; answered by None when they are.
+
+    ``name`` is the state's for people, ``version`` its step; ``roles`` says by digest what the objects are. ``tenant``
+    is who wants to read it: a public checkpoint may be another's.
+    """
+
+    tenant: str
+    name: str
+    run_id: str
+    version: int
+    roles: dict[str, Role]
+
+    @staticmethod
+    def of(checkpoint: Checkpoint, tenant: str, *wanted: Role) -> MakeWhole:
+        """Those of a checkpoint's objects that have a ``wanted`` role."""
+        roles = {digest: role for digest, role in roles_of(checkpoint).items() if role in wanted}
+        return MakeWhole(tenant, checkpoint.path, checkpoint.run_id, checkpoint.version, roles)
+
+
+def roles_of(state: Checkpoint | Version) -> dict[str, Role]:
+    """The objects of a kept state, by digest."""
+    objects: list[tuple[str | None, Role]] = [(state.weights, "weights"), (state.moments, "optimizer moments")]
+    if isinstance(state, Checkpoint):
+        objects.append((state.client_state, "client state"))
+    return {digest: role for digest, role in objects if digest is not None}
+
+
+Ask = NameVersion | Rollback | MakeWhole | CheckGraph
 
 
 class Wakeups:

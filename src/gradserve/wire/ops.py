@@ -268,6 +268,9 @@ OpKind = Literal[
     "evaluate",
 ]
 
+STEPS: tuple[OpKind, ...] = ("optim_step", "update_policy")
+"""Kinds of Ops that make a new version of a run's weights from what has accumulated."""
+
 _decoder = msgspec.msgpack.Decoder(OpBody)
 
 

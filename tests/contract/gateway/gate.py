@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -16,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
+import pytest
 from fastapi import FastAPI
 from numpy.typing import NDArray
 from starlette.testclient import TestClient
@@ -26,9 +28,9 @@ from gradserve.gateway.app import create_app
 from gradserve.settings import Settings
 from gradserve.store.base import Checkpoint, Op, RunUpdate, Settlement
 from gradserve.store.sql import SqlStore
-from gradserve.store.wakeups import Wakeups
+from gradserve.store.wakeups import Ask, Wakeups
 from gradserve.wire.data import as_tokens
-from gradserve.wire.errors import Problem
+from gradserve.wire.errors import Problem, ServerError
 from gradserve.wire.ops import SaveWeights, decode_body
 from gradserve.wire.proto import gradserve_wire_pb2 as pb
 
@@ -242,6 +244,20 @@ def opened(root: Path, models: tuple[BaseFacts, ...] = (), **settings: Any) -> I
     )
     with TestClient(app, raise_server_exceptions=False) as client:
         yield Gate(app, client, store, wakeups, objects)
+
+
+def nobody_mends(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> list[Ask]:
+    """Orchestration answers everything that it is asked for with checkpoint.corrupt; what that was."""
+    asked: list[Ask] = []
+
+    def ask(what: Ask) -> asyncio.Future[Any]:
+        asked.append(what)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        answer.set_exception(ServerError("checkpoint.corrupt", "No."))
+        return answer
+
+    monkeypatch.setattr(gate.wakeups, "ask", ask)
+    return asked
 
 
 def problem(response: Reply) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 from gradserve.compute.encryption import _Sink, encrypt_file
 from gradserve.compute.files import NoRoom
-from tests.contract.gateway.gate import Gate, opened, problem
+from tests.contract.gateway.gate import Gate, nobody_mends, opened, problem
 
 SSH = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIPOZ4qvroXTSFgiWXa/o6QFbb4J0huqIe2zEhHvpTHhU a comment"
 
@@ -164,8 +164,9 @@ def test_metadata_of_a_training_save_does_not_make_its_files_encrypted(gate: Gat
     assert set(urls_of(gate, run, "w", "weights")) == {"adapter_config.json", "adapter_model.safetensors"}
 
 
-def test_damaged_weights_are_not_encrypted(tmp_path: Path, identity: Any) -> None:
+def test_damaged_weights_are_not_encrypted(tmp_path: Path, identity: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path) as gate:
+        nobody_mends(gate, monkeypatch)
         run = gate.run()
         checkpoint = gate.save(run, 1, "e", "external_weights", age_encryption_recipients=[str(identity.to_public())])
         gate.objects.path(checkpoint.weights).write_bytes(b"something else")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.numpy import load_file, save
 from transformers import AutoModelForCausalLM
 
@@ -97,7 +97,54 @@ def test_a_group_of_layers_becomes_a_flag(gate: Gate, bases: dict[str, Path], fl
     answer = send(gate, config, tensors)
     assert answer.status_code == 200, answer.text
     lora = answer.json()["lora"]
+    assert answer.json()["notice"] is None
     assert {name: lora[name] for name in GROUPS} == {name: name == flag for name in GROUPS}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"target_modules": ["q_proj", "down_proj"]},
+        {"target_modules": GROUPS["train_mlp"], "layers_to_transform": [1]},
+    ],
+)
+def test_modules_that_a_group_lacks_are_added_without_effect(
+    gate: Gate, bases: dict[str, Path], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The same log-probs as peft has, by peft itself; A as a new run's: uniform within 1 / sqrt(in)."""
+    config, tensors = saved_by_peft(bases["tied"], tmp_path / "a", **options)
+    answer = send(gate, config, tensors)
+    kept = stored(gate, answer)
+    lora, added = answer.json()["lora"], answer.json()["added_modules"]
+    wanted = [name for flag, group in GROUPS.items() if lora[flag] for name in group]
+    assert {name.split(".")[-3] for name in kept} == set(wanted)
+    assert all(np.array_equal(kept[name], array) for name, array in tensors.items())
+    fresh = sorted(kept.keys() - tensors.keys())
+    assert [name for name in fresh if "lora_A" in name] == [f"base_model.model.{name}.lora_A.weight" for name in added]
+    for name in fresh:
+        if "lora_B" in name:
+            assert not kept[name].any()
+        else:
+            bound = 1 / math.sqrt(kept[name].shape[1])
+            assert bound * 0.9 < np.abs(kept[name]).max() <= bound
+            # of a uniform distribution on +-bound the mean is 0 and the deviation bound / sqrt(3)
+            assert abs(kept[name].mean()) < 5 * bound / math.sqrt(3 * kept[name].size)
+            assert np.isclose(kept[name].std(), bound / math.sqrt(3), rtol=0.2)
+    assert f"{len(added)} modules" in answer.json()["notice"]
+    assert send(gate, config, tensors).json() == answer.json(), "the same again"
+
+    filled = dict(config, lora_alpha=32, target_modules=wanted, layers_to_transform=None)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "adapter_config.json").write_text(json.dumps(filled))
+    (tmp_path / "b" / "adapter_model.safetensors").write_bytes(save(kept))
+    tokens = torch.arange(20, 40)[None]
+    logits = []
+    for folder in ("a", "b"):
+        base = AutoModelForCausalLM.from_pretrained(bases["tied"], dtype=torch.float32)
+        with torch.no_grad():
+            logits.append(PeftModel.from_pretrained(base, str(tmp_path / folder))(tokens).logits)
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +247,6 @@ REFUSED = [
     (_config(lora_alpha=-1), "adapter.config", "config.lora_alpha"),
     (_config(lora_alpha=1e300), "adapter.not_finite", "weights"),
     (_without(A_LAYER), "adapter.tensors", "weights"),
-    (_only("q_proj", "v_proj"), "adapter.modules", "weights"),
     (_only(), "adapter.modules", "weights"),
     (_renamed, "adapter.modules", "weights"),
     (_changed(A_LAYER, lambda b: b[:-1]), "adapter.shape", "weights"),

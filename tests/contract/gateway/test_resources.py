@@ -10,10 +10,12 @@ import pytest
 from tinker import types
 
 from gradserve.compute.checkpoints import folder_of
+from gradserve.compute.objects import ObjectStore
 from gradserve.gateway.signing import Link, Signer
 from gradserve.store.overview import RunDetail, RunList
+from gradserve.store.wakeups import MakeWhole
 from gradserve.wire.errors import Forbidden, Gone
-from tests.contract.gateway.gate import Gate, batch, problem
+from tests.contract.gateway.gate import Gate, batch, nobody_mends, problem
 
 
 def test_runs(gate: Gate) -> None:
@@ -105,13 +107,29 @@ def test_files(gate: Gate) -> None:
     assert problem(gate.client.get(found.urls["adapter_config.json"]))["code"] == "checkpoint.unknown"
 
 
-def test_damaged_weights_are_not_given_out(gate: Gate) -> None:
+def test_damaged_weights_are_not_given_out(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orchestration is asked first, and what it says is told."""
+    asked = nobody_mends(gate, monkeypatch)
     run = gate.run()
     checkpoint = gate.save(run, 1, "e", "external_weights")
     urls = gate.get(f"training_runs/{run}/checkpoints/external_weights/e/external_weights_urls").json()["urls"]
     gate.objects.path(checkpoint.weights).write_bytes(b"something else")
     answer = gate.client.get(urls["adapter_model.safetensors"])
     assert (answer.status_code, problem(answer)["code"]) == (500, "checkpoint.corrupt")
+    assert asked == [MakeWhole.of(checkpoint, "local", "weights")]
+
+
+def test_a_damaged_state_of_the_client_is_not_given_out(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = nobody_mends(gate, monkeypatch)
+    run = gate.run()
+    assert gate.call("PUT", f"gradserve/runs/{run}/client_state", content=b"row 1").status_code == 204
+    digest = ObjectStore.digest(b"row 1")
+    assert gate.get(f"gradserve/runs/{run}/client_state").content == b"row 1"
+    for tier in (gate.objects.fast, gate.objects.durable):
+        (tier / f"{digest}.safetensors").write_bytes(b"row 2")
+    answer = gate.get(f"gradserve/runs/{run}/client_state")
+    assert (answer.status_code, problem(answer)["code"]) == (500, "checkpoint.corrupt")
+    assert asked == [MakeWhole("local", run, run, 0, {digest: "client state"})]
 
 
 def test_forged_links(gate: Gate) -> None:

@@ -19,8 +19,9 @@ from gradserve.gateway.routes.checkpoints import addressed
 from gradserve.gateway.signing import LINK_TTL_S, Link
 from gradserve.gateway.validate.models import unknown_checkpoint
 from gradserve.store.base import Checkpoint
+from gradserve.store.wakeups import MakeWhole
 from gradserve.wire.codec import JSON
-from gradserve.wire.errors import NotFound, ServerError
+from gradserve.wire.errors import NotFound
 
 
 async def external_weights_urls(call: Call) -> Response:
@@ -46,20 +47,20 @@ async def get_file(call: Call) -> Response:
     if checkpoint is None:
         raise unknown_checkpoint(f"tinker://{link.run_id}/{link.kind}/{link.name}", None)
     if checkpoint.age_recipients:
-        return await _encrypted(call, checkpoint)
+        return await _encrypted(call, checkpoint, link.tenant)
     name = call.path("name")
     if name == weights_file(checkpoint.lora):
         # The digest is the entity tag: a download may go on after the file has moved to the other tier.
         sha256 = base64.b64encode(bytes.fromhex(checkpoint.weights)).decode()
         headers = {"ETag": f'"{checkpoint.weights}"', "Repr-Digest": f"sha-256=:{sha256}:"}  # RFC 9530
-        return _file(await _weights(call, checkpoint), name, headers)
+        return _file(await _weights(call, checkpoint, link.tenant), name, headers)
     small = _small(call, checkpoint)
     if name in small:
         return Response(small[name], media_type=JSON if name.endswith(".json") else "text/plain")
     raise _no_file(name, checkpoint)
 
 
-async def _encrypted(call: Call, checkpoint: Checkpoint) -> Response:
+async def _encrypted(call: Call, checkpoint: Checkpoint, tenant: str) -> Response:
     """A file of a checkpoint that may only go out encrypted: made at the first request, the same bytes ever after."""
     name = call.path("name")
     plain_name = name.removesuffix(SUFFIX)
@@ -71,7 +72,7 @@ async def _encrypted(call: Call, checkpoint: Checkpoint) -> Response:
     async with call.gateway.encrypting:
         if not target.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            plain = small[plain_name] if plain_name in small else await _weights(call, checkpoint)
+            plain = small[plain_name] if plain_name in small else await _weights(call, checkpoint, tenant)
             await asyncio.to_thread(encrypt_file, plain, target, checkpoint.age_recipients)
     return _file(target, name)
 
@@ -91,13 +92,13 @@ def _small(call: Call, checkpoint: Checkpoint) -> dict[str, bytes]:
         raise NotFound("model.unknown", f"{checkpoint.path}: {error}.") from error
 
 
-async def _weights(call: Call, checkpoint: Checkpoint) -> Path:
+async def _weights(call: Call, checkpoint: Checkpoint, tenant: str) -> Path:
+    """The file of a checkpoint's weights. Raises ServerError when it is damaged and can't be had again."""
     try:
         return await asyncio.to_thread(call.gateway.objects.verified_path, checkpoint.weights)
-    except ObjectMissing as error:
-        raise ServerError("checkpoint.lost", f"The weights of {checkpoint.path} are not on this machine.") from error
-    except ObjectCorrupt as error:
-        raise ServerError("checkpoint.corrupt", f"The stored weights of {checkpoint.path} are damaged.") from error
+    except (ObjectMissing, ObjectCorrupt):
+        await call.gateway.wakeups.ask(MakeWhole.of(checkpoint, tenant, "weights"))
+        return await asyncio.to_thread(call.gateway.objects.verified_path, checkpoint.weights)
 
 
 ROUTES = [

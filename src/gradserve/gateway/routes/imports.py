@@ -22,23 +22,24 @@ async def import_adapter(call: Call) -> Response:
     base = known_model(call.gateway.catalog, body.base, "base")
     name = checkpoint_name(body.name, "name")
     max_rank = call.gateway.settings.max_lora_rank
-    lora, weights = await asyncio.to_thread(imported, body.config, body.weights, base, max_rank)
-    digest = await asyncio.to_thread(_keep, call, weights)
+    made = await asyncio.to_thread(imported, body.config, body.weights, base, max_rank)
+    digest = await asyncio.to_thread(_keep, call, made.weights)
     checkpoint = Checkpoint(
         run_id=_run_id(call.tenant, base.name, digest),
         tenant=call.tenant,
         kind="weights",
         name=name,
         base=base.name,
-        lora=lora,
+        lora=made.lora,
         version=0,
         weights=digest,
         moments=None,
-        size_bytes=len(weights),
+        size_bytes=len(made.weights),
         created_at=time.time(),
     )
     stored = await call.store.put_checkpoint(checkpoint)
-    return answer_json({"path": stored.path, "lora": msgspec.to_builtins(lora), "weights": digest})
+    answer = {"path": stored.path, "lora": msgspec.to_builtins(made.lora), "weights": digest}
+    return answer_json(answer | {"added_modules": made.added, "notice": made.notice})
 
 
 def _keep(call: Call, weights: bytes) -> str:

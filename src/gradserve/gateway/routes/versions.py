@@ -6,23 +6,27 @@ Also the client's own state of a run (the position of a data loader, a schedule)
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import msgspec
 from starlette.responses import Response
 
 from gradserve.compute.norms import weight_norms
-from gradserve.compute.objects import ObjectMissing
+from gradserve.compute.objects import ObjectCorrupt, ObjectMissing
 from gradserve.gateway.answers import cursor, page_of
 from gradserve.gateway.bodies import NameBody, RollbackBody
 from gradserve.gateway.call import Api, Call, answer_json, no_content
 from gradserve.gateway.limits import read_body
+from gradserve.gateway.storage import stored_of
 from gradserve.gateway.submit import known_run
 from gradserve.gateway.validate.models import checkpoint_name, parse_path, ttl, unknown_checkpoint
 from gradserve.store.base import Checkpoint, Run
 from gradserve.store.lineage import lineage_of
 from gradserve.store.summary import summary_of
-from gradserve.store.wakeups import NameVersion, Rollback
+from gradserve.store.wakeups import MakeWhole, NameVersion, Rollback
 from gradserve.wire.errors import Invalid, NotFound
+
+log = logging.getLogger(__name__)
 
 MAX_CLIENT_STATE = 1 << 20
 _BYTES = "application/octet-stream"
@@ -35,9 +39,10 @@ class _Named(msgspec.Struct, frozen=True):
 
 
 async def list_versions(call: Call) -> Response:
-    """The durable versions of a run, newest first."""
+    """The durable versions of a run, newest first, and what is stored of it."""
     run = await known_run(call, call.path("run_id"), "run_id")
-    return answer_json({"versions": await call.store.list_versions(call.tenant, run.id)})
+    versions = await call.store.list_versions(call.tenant, run.id)
+    return answer_json({"versions": versions, "stored": await stored_of(call, run)})
 
 
 async def list_events(call: Call) -> Response:
@@ -70,7 +75,8 @@ async def summary(call: Call) -> Response:
     assert version is not None
     weights = await _weights_at(call, run, version)
     found = await summary_of(call.store, call.tenant, run, version, weights)
-    return answer_json(msgspec.structs.replace(found, norms=await asyncio.to_thread(_norms, call, weights)))
+    norms = await asyncio.to_thread(_norms, call, weights)
+    return answer_json(msgspec.structs.replace(found, norms=norms, stored=await stored_of(call, run)))
 
 
 async def _weights_at(call: Call, run: Run, version: int) -> str | None:
@@ -86,8 +92,9 @@ def _norms(call: Call, weights: str | None) -> dict[str, float] | None:
     if weights is None:
         return None
     try:
-        return weight_norms(call.gateway.objects.path(weights))
-    except ObjectMissing:
+        return weight_norms(call.gateway.objects.verified_path(weights))
+    except (ObjectMissing, ObjectCorrupt) as error:
+        log.error("no norms of %s: %s", weights, error)
         return None
 
 
@@ -149,15 +156,21 @@ async def get_client_state(call: Call) -> Response:
     """What was kept, or with ``?path=`` what a checkpoint carries; empty when there is nothing."""
     run = await known_run(call, call.path("run_id"), "run_id")
     digest = run.client_state
+    kept = MakeWhole(call.tenant, run.id, run.id, run.version, {} if digest is None else {digest: "client state"})
     if (path := call.query.get("path")) is not None:
         parts = parse_path(path, "path")
         checkpoint = await call.store.get_checkpoint(call.tenant, parts.run_id, parts.kind, parts.name)
         if checkpoint is None:
             raise unknown_checkpoint(path, "path")
         digest = checkpoint.client_state
+        kept = MakeWhole.of(checkpoint, call.tenant, "client state")
     if digest is None:
         return Response(b"", media_type=_BYTES)
-    file = await asyncio.to_thread(call.gateway.objects.verified_path, digest)
+    try:
+        file = await asyncio.to_thread(call.gateway.objects.verified_path, digest)
+    except (ObjectMissing, ObjectCorrupt):
+        await call.gateway.wakeups.ask(kept)
+        file = await asyncio.to_thread(call.gateway.objects.verified_path, digest)
     return Response(await asyncio.to_thread(file.read_bytes), media_type=_BYTES)
 
 

@@ -5,14 +5,15 @@ Everything that PEFT would compute otherwise is folded exactly into B or refused
 
 from __future__ import annotations
 
+import hashlib
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradserve.compute.catalog import BaseFacts, parameter_shapes, read_parameter
-from gradserve.compute.checkpoints import ATTENTION, MLP, UNEMBED
+from gradserve.compute.checkpoints import ATTENTION, MLP, UNEMBED, target_modules
 from gradserve.compute.safetensors_file import Arrays, BadFile, dump, load
 from gradserve.wire.errors import Invalid, Unsupported
 from gradserve.wire.ops import LORA_ALPHA, LoraConfig
@@ -45,17 +46,42 @@ Shapes = dict[str, tuple[int, int]]
 """(out, in) of the linear layers that can carry an adapter, by module name."""
 
 
-def imported(config: dict[str, Any], weights: bytes, base: BaseFacts, max_rank: int) -> tuple[LoraConfig, bytes]:
-    """The adapters that a run would have, and the bytes of its weights object. Raises Invalid or Unsupported."""
+class Imported(NamedTuple):
+    """The adapters that a run would have, the bytes of its weights object, and the modules that had no adapter.
+
+    ``added`` ones got the adapter of a new run: B is zero, so the function is the same.
+    """
+
+    lora: LoraConfig
+    weights: bytes
+    added: list[str]
+
+    @property
+    def notice(self) -> str | None:
+        """What whoever trains on should know of the added modules."""
+        if not self.added:
+            return None
+        kinds = ", ".join(sorted({name.rpartition(".")[2] for name in self.added}))
+        return (
+            f"The adapter has nothing on {len(self.added)} modules ({kinds}) of the groups that it covers, and runs "
+            "train whole groups: these modules got fresh adapters whose B is zero. What the model computes is the "
+            "same; training on from here trains them too."
+        )
+
+
+def imported(config: dict[str, Any], weights: bytes, base: BaseFacts, max_rank: int) -> Imported:
+    """What becomes of an adapter. Raises Invalid or Unsupported."""
     scale = _scale(config)
     tensors = _without_copies(_tensors(weights), base)
     rank = _rank(config, max_rank)
     shapes = _shapes(base)
-    lora = _flags(_modules(tensors), shapes, rank)
+    modules = _modules(tensors)
+    lora = _flags(modules, shapes, rank)
     _check_shapes(tensors, shapes, rank, base)
     folded = _folded(tensors, scale / (LORA_ALPHA / rank))
     _check_finite(folded)
-    return lora, dump(folded)
+    added = sorted({name for name in shapes if name.rpartition(".")[2] in target_modules(lora)} - modules)
+    return Imported(lora, dump(folded | _fresh(added, shapes, lora)), added)
 
 
 def _scale(config: dict[str, Any]) -> float:
@@ -69,7 +95,7 @@ def _scale(config: dict[str, Any]) -> float:
         raise _unsupported("bias", config["bias"], "Runs here train no biases. Only bias: none is imported.")
     for key in sorted(config.keys() - _NO_EFFECT - _READ):
         if config[key]:
-            raise _unsupported(key, config[key], "Only plain LoRA on whole groups of linear layers is imported.")
+            raise _unsupported(key, config[key], "Only plain LoRA on linear layers is imported.")
     rank, alpha = _number(config, "r"), _number(config, "lora_alpha")
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
@@ -153,7 +179,7 @@ def _shapes(base: BaseFacts) -> Shapes:
 
 
 def _flags(modules: set[str], shapes: Shapes, rank: int) -> LoraConfig:
-    """The protocol trains whole groups of layers: an adapter must cover each group wholly or not at all."""
+    """The protocol trains whole groups of layers: those that the adapter has anything of."""
     if unknown := sorted(modules - shapes.keys()):
         raise Invalid(
             "adapter.modules",
@@ -161,21 +187,33 @@ def _flags(modules: set[str], shapes: Shapes, rank: int) -> LoraConfig:
             field="weights",
             fix=f"Adapters go on {', '.join((*ATTENTION, *MLP, *UNEMBED))}.",
         )
-    flags = {}
-    for flag, group in (("train_attn", ATTENTION), ("train_mlp", MLP), ("train_unembed", UNEMBED)):
-        members = {name for name in shapes if name.rpartition(".")[2] in group}
-        missing = sorted(members - modules)
-        flags[flag] = not missing
-        if missing and members & modules:
-            raise Invalid(
-                "adapter.modules",
-                f"there is no adapter on {missing[0]}, and there are some on others of {', '.join(group)}.",
-                field="weights",
-                fix=f"{flag} means all of them, in every layer. Give the missing ones pairs whose B is zero.",
-            )
-    if not any(flags.values()):
+    if not modules:
         raise Invalid("adapter.modules", "there is no adapter in it.", field="weights")
-    return LoraConfig(rank, 0, **flags)
+    kinds = {name.rpartition(".")[2] for name in modules}
+    return LoraConfig(
+        rank,
+        0,
+        train_attn=not kinds.isdisjoint(ATTENTION),
+        train_mlp=not kinds.isdisjoint(MLP),
+        train_unembed=not kinds.isdisjoint(UNEMBED),
+    )
+
+
+def _fresh(modules: list[str], shapes: Shapes, lora: LoraConfig) -> Arrays:
+    """Adapters as a new run has them: A uniform in +-1/sqrt(in), by a stream of its own for each module, and B zero.
+
+    The bits are those of PCG64 itself, which NumPy never changes, so that an import gives the same again for ever.
+    """
+    fresh: Arrays = {}
+    for module in modules:
+        outputs, inputs = shapes[module]
+        digest = hashlib.sha256(f"{lora.seed}:{module}".encode()).digest()
+        draws = np.random.PCG64(int.from_bytes(digest[:8], "little")).random_raw(lora.rank * inputs)
+        unit = (draws >> np.uint64(40)).astype(np.float32) / np.float32(2**24)  # 24 bits: exact in [0, 1)
+        a = (2 * unit - 1) / np.float32(math.sqrt(inputs))
+        fresh[f"{_PREFIX}{module}{_A}"] = a.reshape(lora.rank, inputs)
+        fresh[f"{_PREFIX}{module}{_B}"] = np.zeros((outputs, lora.rank), np.float32)
+    return fresh
 
 
 def _check_shapes(tensors: Arrays, shapes: Shapes, rank: int, base: BaseFacts) -> None:

@@ -9,13 +9,14 @@ from sqlalchemy.engine import Connection
 from gradserve.store.base import Event, Metrics, Page
 from gradserve.store.queries.common import matching, page_of
 from gradserve.store.tables import events, run_metrics
+from gradserve.wire.ops import STEPS
 
 _ADD_METRICS = sa.insert(run_metrics)
 _ADD_EVENT = sa.insert(events)
 _STEP = sa.select(sa.func.max(run_metrics.c.seq)).where(
     run_metrics.c.run_id == sa.bindparam("of_run"),
     run_metrics.c.version == sa.bindparam("made"),
-    run_metrics.c.kind == "optim_step",
+    run_metrics.c.kind.in_(STEPS),
 )
 
 

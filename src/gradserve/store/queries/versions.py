@@ -9,7 +9,7 @@ from sqlalchemy.engine import Connection
 
 from gradserve.store.base import Version
 from gradserve.store.queries.common import matching
-from gradserve.store.tables import fields, runs, sessions, versions
+from gradserve.store.tables import checkpoints, fields, runs, sessions, versions
 
 _INSERT = sa.insert(versions)
 _RANKED = sa.select(
@@ -22,6 +22,11 @@ _FINISHED = sa.exists().where(
 _OVER = sa.or_(_BEYOND, sa.and_(versions.c.created_at < bindparam("finished_before"), _FINISHED))
 _OLD = sa.select(*fields(Version, versions)).where(_OVER).order_by(versions.c.n)
 _DROP = sa.delete(versions).where(_OVER)
+# Numbers alone are given again when the newest row was deleted.
+_MARKS = [
+    sa.select(sa.func.count(), sa.func.max(table.c.n), sa.func.max(table.c.created_at)).select_from(table)
+    for table in (versions, checkpoints)
+]
 
 
 def put(connection: Connection, version: Version) -> None:
@@ -40,3 +45,9 @@ def retain(connection: Connection, keep: int, finished_before: float) -> list[Ve
     if old:
         connection.execute(_DROP, bounds)
     return old
+
+
+def mark(connection: Connection) -> str | None:
+    """Another text after every version and every checkpoint that is written or deleted; None while there are none."""
+    found = [tuple(connection.execute(query).one()) for query in _MARKS]
+    return repr(found) if any(count for count, *_ in found) else None
