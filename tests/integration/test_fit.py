@@ -50,11 +50,11 @@ def plainly(algorithm: Classifier, optimizer: torch.optim.Optimizer, epochs: int
         for batch in algorithm.data_loader(16):
             loss, _ = algorithm.loss_fn(algorithm.model, {name: torch.as_tensor(x) for name, x in batch.items()})
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             if clip:
                 nn.utils.clip_grad_norm_(algorithm.model.parameters(), clip)
             optimizer.step()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
     return losses
 
 
@@ -113,8 +113,9 @@ class Weighted:
     loss_inputs = {"entropy": "float32[token]"}  # noqa: RUF012
 
     def __init__(self) -> None:
-        self.rows = [
-            {"tokens": tokens[:-1], "target_tokens": tokens[1:], "worth": 1.0 + number, "bonus": [0.01] * (len(tokens) - 1)}
+        self.rows: list[dict[str, Any]] = [
+            {"tokens": tokens[:-1], "target_tokens": tokens[1:], "worth": 1.0 + number,
+             "bonus": [0.01] * (len(tokens) - 1)}
             for number, tokens in enumerate(sequences(6, seed=5, shortest=4, longest=12))
         ]  # fmt: skip
 
@@ -145,7 +146,7 @@ def test_a_loss_of_ones_own_on_a_language_model(service: tinker.ServiceClient) -
         for row in algorithm.rows[:4]
     ]
     found = run.forward(data, "cross_entropy").result().loss_fn_outputs
-    total = sum(-np.sum(out["logprobs"].to_numpy()) * (i + 1) for i, out in enumerate(found))
+    total = sum(-float(np.sum(out["logprobs"].to_numpy())) * (i + 1) for i, out in enumerate(found))
     tokens = sum(len(row["tokens"]) for row in algorithm.rows[:4])
     bonus = total / tokens - fitted.history[0]["loss"]
     assert 0 < bonus < 0.01 * np.log(320)  # the entropy is between 0 and that of a uniform choice

@@ -91,7 +91,7 @@ class ActorCritic(nn.Module):
 
     def _fit(self, outputs: Mapping[str, Tensor]) -> bool:
         """Whether these are a policy's outputs for a batch of ``_ROWS``."""
-        allowed = {
+        allowed: dict[str, list[tuple[int, ...]]] = {
             "logits": [(_ROWS, self._logits)] if self._logits else [],
             "mean": [(_ROWS, self._means)] if self._means else [],
             "log_std": [(self._means,), (_ROWS, self._means)] if self._means else [],
@@ -99,7 +99,8 @@ class ActorCritic(nn.Module):
         }
         needed = {name for name in ("logits", "mean") if allowed[name]}
         return needed <= outputs.keys() and all(
-            isinstance(tensor, Tensor) and tensor.shape in allowed.get(name, []) for name, tensor in outputs.items()
+            isinstance(tensor, Tensor) and tuple(tensor.shape) in allowed.get(name, [])
+            for name, tensor in outputs.items()
         )
 
     def _wanted(self) -> str:
@@ -156,7 +157,8 @@ def multilayer(widths: Sequence[int], activation: str, last_gain: float, seed: i
     generator = torch.Generator().manual_seed(seed)
     layers: list[nn.Module] = []
     for number, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
-        layer = nn.utils.skip_init(nn.Linear, inputs, outputs)  # leaves the global generator alone
+        # Without values: making them would draw from the global generator.
+        layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)  # type: ignore[no-untyped-call]
         last = number == len(widths) - 2
         nn.init.orthogonal_(layer.weight, last_gain if last else math.sqrt(2), generator=generator)
         nn.init.zeros_(layer.bias)

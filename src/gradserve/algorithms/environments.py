@@ -22,6 +22,7 @@ Answer = Callable[[], dict[str, Any]]
 class Environments(Protocol):
     """Environments of one kind. ``observations`` and ``actions`` are the spaces of one."""
 
+    env: EnvSpec
     observations: SpaceSpec
     actions: SpaceSpec
     sent_ahead: bool
@@ -178,12 +179,12 @@ def environments_of(env_config: Mapping[str, Any] | None, env_fn: Callable[[], A
     Raises TypeError for anything else.
     """
     config = dict(env_config or {})
-    given = [name for name in ("id", "class") if name in config] + ["env_fn"] * (env_fn is not None)
-    if len(given) != 1:
+    sources = [source for source in (config.pop("id", None), config.pop("class", None), env_fn) if source is not None]
+    if len(sources) != 1:
         raise TypeError(
             "say which environment: env_config={'id': 'CartPole-v1'}, env_config={'class': MyEnv} or env_fn=make_env"
         )
-    source = config.pop("id", None) or config.pop("class", None) or env_fn
+    (source,) = sources
     kwargs, limit = config.pop("kwargs", {}), config.pop("max_episode_steps", None)
     if config:
         raise TypeError(f"env_config has no {next(iter(config))!r}; it has id or class, kwargs and max_episode_steps")

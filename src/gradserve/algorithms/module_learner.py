@@ -43,8 +43,9 @@ class ModuleLearner:
         stepped = run.optim_step(optimizer.rule(number), coupled_decay=optimizer.coupled_decay)
 
         def answer() -> dict[str, float]:
-            metrics = dict(gradient.result().metrics)
-            return {"loss": metrics.pop("loss:sum")} | metrics | stepped.result()["metrics"]
+            metrics: dict[str, float] = dict(gradient.result().metrics)
+            of_step: dict[str, float] = stepped.result()["metrics"]
+            return {"loss": metrics.pop("loss:sum")} | metrics | of_step
 
         return answer
 

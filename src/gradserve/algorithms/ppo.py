@@ -238,7 +238,7 @@ class PPOTrainer:
         position.env_steps += episodes["env_steps"]
         ended = list(zip(episodes["returns"], episodes["lengths"], strict=True))
         position.recent = [*position.recent, *ended][-_WINDOW:]
-        metrics = {"epoch": position.epoch, "env_steps": position.env_steps, "episodes": len(ended)}
+        metrics: Metrics = {"epoch": position.epoch, "env_steps": position.env_steps, "episodes": len(ended)}
         if position.recent:
             returns, lengths = zip(*position.recent, strict=True)
             metrics |= {"episode_return": statistics.fmean(returns), "episode_length": statistics.fmean(lengths)}
