@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -179,3 +181,11 @@ class _Rows:
 
     def loss_fn(self, model: Any, batch: Any) -> Any:
         raise AssertionError("never called")
+
+
+def test_the_example_runs(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("GRADSERVE_URL", url)
+    runpy.run_path(str(Path(__file__).parents[2] / "examples/fit_regression.py"), run_name="__main__")
+    steps, sine = capsys.readouterr().out.splitlines()
+    assert steps.startswith("320 steps: loss ")
+    assert float(sine.rpartition(" ")[2]) == pytest.approx(1, abs=0.15)

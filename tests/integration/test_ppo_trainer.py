@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from gradserve.algorithms.actor_critic import NormalisedPolicy
 from gradserve.client.connect import EmbeddedServiceClient
 from gradserve.compute.engine.control.noise import episode_seed
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 CARTPOLE = {"id": "CartPole-v1"}
 PENDULUM = {"id": "Pendulum-v1", "max_episode_steps": 40}
 
@@ -216,6 +218,14 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
         gradserve.PPOTrainer(None, CARTPOLE, learning_rat=1e-3)
     with pytest.raises(ValueError, match=r"gives a tensor \[3, 3\].* a tensor \[3, 2\] \(2 logits\)"):
         gradserve.PPOTrainer(perceptron(4, 3), CARTPOLE)
+    with pytest.raises(ValueError, match=r"gamma: 1.5 is not in \[0, 1\]"):
+        gradserve.PPOTrainer(None, CARTPOLE, gamma=1.5)
+    with pytest.raises(ValueError, match="'CartPole-v99' is not registered"):
+        gradserve.PPOTrainer(None, {"id": "CartPole-v99"})
+    with pytest.raises(ValueError, match="1000 is no multiple of num_envs 3"):
+        gradserve.PPOTrainer(None, CARTPOLE, 1000, num_envs=3)
+    with pytest.raises(ValueError, match="'quickly' is no schedule"):
+        gradserve.PPOTrainer(None, CARTPOLE, learning_rate="quickly")
     with pytest.raises(TypeError, match="say which environment"):
         gradserve.PPOTrainer(None, {})
     with pytest.raises(TypeError, match="no 'seed'"):
@@ -228,3 +238,16 @@ def test_no_language_model_is_needed(data_dir: Path, monkeypatch: pytest.MonkeyP
         assert isinstance(trainer._service, EmbeddedServiceClient)
         assert trainer._service.server.models == []
         assert len(trainer.train(max_epochs=1)) == 1
+
+
+def test_the_example_runs(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("GRADSERVE_URL", url)
+    monkeypatch.setattr(gradserve.PPOTrainer, "train", _briefly)
+    runpy.run_path(str(EXAMPLES / "ppo_cartpole.py"), run_name="__main__")
+    assert "evaluation: " in capsys.readouterr().out
+
+
+def _briefly(self: gradserve.PPOTrainer, max_epochs: int, train: Any = gradserve.PPOTrainer.train) -> Any:
+    """The example's sixty epochs are another test's."""
+    assert max_epochs == 60
+    return train(self, max_epochs=2)

@@ -6,6 +6,7 @@ Both do the same with the same functions (``compute.engine.control``); a trainer
 from __future__ import annotations
 
 import functools
+import importlib.util
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -53,6 +54,7 @@ class ServerEnvironments:
     sent_ahead = True
 
     def __init__(self, env: EnvSpec) -> None:
+        _need_gymnasium()
         from gradserve.compute.engine.control.environments import spaces_of
 
         validate_env(env)
@@ -99,6 +101,7 @@ class ClientEnvironments:
     sent_ahead = False
 
     def __init__(self, make: Callable[[], Any], name: str) -> None:
+        _need_gymnasium()
         from gradserve.compute.engine.control.environments import LoopGroup
         from gradserve.compute.engine.control.live import LiveGroups
 
@@ -191,6 +194,12 @@ def environments_of(env_config: Mapping[str, Any] | None, env_fn: Callable[[], A
     if isinstance(source, str):
         return ServerEnvironments(EnvSpec(source, dict(kwargs), limit))
     return ClientEnvironments(_limited(functools.partial(source, **kwargs), limit), _name_of(source))
+
+
+def _need_gymnasium() -> None:
+    """An environment's spaces are read here, wherever it runs."""
+    if importlib.util.find_spec("gymnasium") is None:
+        raise ImportError("PPOTrainer reads an environment's spaces by gymnasium: pip install 'gradserve[control]'")
 
 
 def _limited(make: Callable[[], Any], limit: int | None) -> Callable[[], Any]:
