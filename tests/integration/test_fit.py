@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import gradserve
+from gradserve.client.modules import ModuleClient
 from tests.sdk import sequences
 
 
@@ -99,6 +100,14 @@ def test_resumed_is_bitwise_undisturbed(service: tinker.ServiceClient) -> None:
     assert second.history == undisturbed.history[5:]
     for key, tensor in undisturbed.model.state_dict().items():
         assert torch.equal(second.model.state_dict()[key], tensor), key
+
+
+def test_the_run_is_the_modules_own_forward_pass(service: tinker.ServiceClient) -> None:
+    fitted = gradserve.fit(Classifier(), batch_size=16, service=service)
+    run = ModuleClient.load(service, fitted.path)
+    x = torch.randn(7, 2)
+    found = run.apply({"input": x.numpy()}).result().outputs["output"].numpy()
+    torch.testing.assert_close(torch.tensor(found), fitted.model(x).detach(), atol=1e-6, rtol=0)
 
 
 def test_a_callback_ends_the_training(service: tinker.ServiceClient) -> None:

@@ -102,6 +102,28 @@ class Nested(gymnasium.Env[Any, Any]):
         return {"kind": self.kind, "much": np.array([self.much], np.float32)}
 
 
+class Switches(gymnasium.Env[Any, Any]):
+    """Images, and a Tuple of bits and a number: two pixels say which to turn on. At most 3 per step, 8 steps."""
+
+    observation_space: Any = spaces.Box(0, 255, (2, 1, 1), np.uint8)
+    action_space: Any = spaces.Tuple((spaces.MultiBinary(2), spaces.Box(-1, 1, (1,), np.float32)))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.left = 8
+        return self._show(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        bits, number = action
+        reward = float((bits == self.bits).sum()) + 1 - abs(float(number[0]))
+        self.left -= 1
+        return self._show(), reward, self.left == 0, False, {}
+
+    def _show(self) -> Any:
+        self.bits = self.np_random.integers(0, 2, 2)
+        return (self.bits * 255).astype(np.uint8).reshape(2, 1, 1)
+
+
 def test_cartpole_is_solved_and_the_policy_is_a_module(service: tinker.ServiceClient) -> None:
     trainer = gradserve.PPOTrainer(perceptron(4, 2), CARTPOLE, 1024, service=service)
     history = trainer.train(max_epochs=50)
@@ -133,13 +155,15 @@ def test_a_box_of_actions_with_normalisation_is_evaluated_as_the_policy_acts(ser
         assert total == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("env", [Matching, Nested])
-def test_environments_of_the_users_own_class_are_learned(env: Any, service: tinker.ServiceClient) -> None:
-    policy = perceptron(*((2, 4) if env is Matching else (4, 4)))
+@pytest.mark.parametrize(
+    ("env", "policy", "best"), [(Matching, perceptron(2, 4), 16), (Nested, perceptron(4, 4), 8), (Switches, None, 24)]
+)
+def test_environments_of_the_users_own_class_are_learned(
+    env: Any, policy: nn.Module | None, best: int, service: tinker.ServiceClient
+) -> None:
     trainer = gradserve.PPOTrainer(
         policy, {"class": env}, 512, num_envs=16, service=service, learning_rate="linear_1e-3", gamma=0.0
     )
-    best = 16 if env is Matching else 8
     before = trainer.evaluate(20)["episode_return"]
     trainer.train(max_epochs=15)
     after = trainer.evaluate(20)["episode_return"]
@@ -196,6 +220,12 @@ def test_an_actor_critic_of_the_users_is_trained_as_it_is(service: tinker.Servic
     weights = weights_of(trainer)
     assert {name.partition(".")[0] for name in weights} == {"policy"}
     assert not torch.equal(weights["policy.critic.weight"], policy.critic.weight)
+
+
+def test_a_checkpoint_of_another_module_is_refused(service: tinker.ServiceClient) -> None:
+    path = gradserve.PPOTrainer(perceptron(4, 2), CARTPOLE, service=service).save("start")
+    with pytest.raises(ValueError, match="of another module"):
+        gradserve.PPOTrainer(nn.Linear(4, 2), CARTPOLE, service=service, resume=path)
 
 
 def test_a_callback_sees_each_epoch_and_may_end_the_training(service: tinker.ServiceClient) -> None:

@@ -41,14 +41,18 @@ class ActorCritic(nn.Module):
     ) -> None:
         super().__init__()
         self._logits, self._means = actions.num_logits, actions.num_means
-        widths = [observations.features, *defaults.hidden]
-        heads = self._logits + self._means
-        self.policy = policy if policy is not None else multilayer([*widths, heads], defaults.activation, 0.01, seed)
+
+        def perceptron(outputs: int, gain: float, seed: int) -> nn.Module:
+            widths = [observations.features, *defaults.hidden, outputs]
+            layers = multilayer(widths, defaults.activation, gain, seed)
+            return nn.Sequential(Pixels(), *layers) if observations.is_image else layers
+
+        self.policy = policy if policy is not None else perceptron(self._logits + self._means, 0.01, seed)
         found = self._tried(observations)
         self.critic: nn.Module | None = None
         self.log_std: nn.Parameter | None = None
         if "value" not in found:
-            self.critic = multilayer([*widths, 1], defaults.activation, 1.0, seed + 1)
+            self.critic = perceptron(1, 1.0, seed + 1)
         if self._means and "log_std" not in found:
             self.log_std = nn.Parameter(torch.full((self._means,), defaults.log_std))
 
@@ -59,7 +63,7 @@ class ActorCritic(nn.Module):
         if self.log_std is not None:
             outputs["log_std"] = self.log_std
         if self.critic is not None:
-            outputs["value"] = self.critic(_flat(observations))
+            outputs["value"] = self.critic(observations)
         outputs["value"] = outputs["value"].reshape(-1)
         return {name: outputs[name] for name in _HEADS if name in outputs}
 
@@ -166,8 +170,12 @@ def multilayer(widths: Sequence[int], activation: str, last_gain: float, seed: i
     return nn.Sequential(*layers)
 
 
-def _flat(observations: Tensor) -> Tensor:
-    return observations if observations.ndim == 2 else observations.flatten(1).float() / 255
+class Pixels(nn.Module):
+    """Images uint8 [n, ...] as rows of numbers from 0 to 1."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[n, height * width * channels]"""
+        return images.flatten(1).float() / 255
 
 
 def _described(found: Any) -> str:
