@@ -40,8 +40,8 @@ _AHEAD = 2
 """Epochs that are asked for before the oldest one's answer is there."""
 _WINDOW = 100
 """Episodes that ``episode_return`` is the mean of."""
-_EVALUATION = 1_000_000
-"""Added to the seed, so that an evaluation meets episodes that training never had."""
+_APART = 1_000_000
+"""Between seeds: of the updates of trainers with neighbouring ones, and of an evaluation and its training."""
 _MAX_STATE = 1 << 20
 """Bytes of a client's own state that the server keeps."""
 _SHOWN = {"episode_return": "return", "env_steps": "steps", "approx_kl": "kl", "explained_variance": "ev"}
@@ -190,7 +190,7 @@ class PPOTrainer:
         The same ``seed`` gives the same episodes; None: those of this trainer's seed, which training never has.
         """
         self._settle_all()
-        seed = self._position.settings.seed + _EVALUATION if seed is None else seed
+        seed = self._position.settings.seed + _APART if seed is None else seed
         found: dict[str, Any] = self._envs.evaluate(self._run, self._spec, episodes, seed, deterministic)()["episodes"]
         means = {f"episode_{name}": statistics.fmean(found[f"{name}s"]) for name in ("return", "length")}
         return found | means
@@ -247,7 +247,7 @@ class PPOTrainer:
         epoch, settings = self._asked, self._position.settings
         config = settings.update(epoch / max_epochs)
         rollout = self._envs.rollout(self._run, self._spec)
-        return _Epoch(rollout, self._envs.update(self._run, config, settings.seed * _EVALUATION + epoch))
+        return _Epoch(rollout, self._envs.update(self._run, config, settings.seed * _APART + epoch))
 
     def _settle(self) -> Metrics:
         """Wait for the oldest epoch that was asked for."""
