@@ -58,13 +58,16 @@ def dpo(logprobs: Tensor, mask: Tensor, reference: Tensor) -> tuple[Tensor, Metr
 def by_lengths(logprobs: Tensor, lengths: Tensor) -> Tensor:
     positions = torch.arange(logprobs.shape[1])[None, :]
     inside = (positions < lengths[:, None]).to(logprobs.dtype)
-    return -(logprobs * inside).sum() / logprobs.shape[1] ** 0.5
+    loss: Tensor = -(logprobs * inside).sum() / logprobs.shape[1] ** 0.5
+    return loss
 
 
 LOSSES: list[Callable[..., Any]] = [ppo_clip, grpo, cispo, entropy_and_kl, dpo, by_lengths]
 
 
 class ActorCritic(nn.Module):
+    mean: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.LayerNorm(16))

@@ -57,7 +57,8 @@ def _node(document: Document, random: Random) -> Document:
 
 def _name(document: Document, random: Random) -> str:
     names = [part["name"] for kind in ("inputs", "constants", "nodes") for part in document[kind]]
-    return random.choice([*names, "nothing"])
+    name: str = random.choice([*names, "nothing"])
+    return name
 
 
 def value(document: Document, random: Random, depth: int = 0) -> Any:

@@ -1,4 +1,4 @@
-"""Entropy, best log-probs and hidden states beside the targets' log-probs: values and gradients against plain autograd."""
+"""Entropy, best log-probs and hidden states beside the targets' log-probs, against plain autograd."""
 
 from __future__ import annotations
 

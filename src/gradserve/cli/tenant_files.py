@@ -15,12 +15,13 @@ import msgspec
 import gradserve
 from gradserve.cli.tenant_readme import readme
 from gradserve.compute.archive import Archive, ArchiveError
-from gradserve.compute.checkpoints import adapter_config, folder_of, weights_file
+from gradserve.compute.checkpoints import GRAPH_FILE, adapter_config, folder_of, weights_file
 from gradserve.compute.encryption import SUFFIX, encrypt_file
 from gradserve.compute.files import sha256_of
 from gradserve.compute.objects import ObjectCorrupt, ObjectMissing, copy_out, shared_memory_root
 from gradserve.store.base import Checkpoint, LedgerTotal, StoreError
 from gradserve.store.tenant_export import UnknownTenant, export_rows, readable
+from gradserve.wire.ops import module_graph
 
 MANIFEST = "manifest.json"
 _PROTO = Path(gradserve.__file__).parent / "wire" / "proto" / "gradserve_wire.proto"
@@ -78,6 +79,8 @@ def _fill(part: Path, tenant: str, data_dir: Path, archive: Archive | None, bodi
     files = _CheckpointFiles(part / paths.checkpoints.name, paths.checkpoints, roots, archive)
     for checkpoint in rows.checkpoints:
         files.write(checkpoint)
+    for graph in rows.graphs:
+        files.write_graph(part / "graphs", graph.digest)
     manifest = Manifest(
         tenant, time.time(), gradserve.__version__, rows.lines, rows.total, _digests(part), files.missing
     )
@@ -109,6 +112,11 @@ class _CheckpointFiles:
         if checkpoint.age_recipients:
             _encrypt(folder, checkpoint.age_recipients)
 
+    def write_graph(self, folder: Path, digest: str) -> None:
+        """The text of a loss or of a module."""
+        folder.mkdir(exist_ok=True)
+        self._object(digest, folder / f"{digest}.json")
+
     def _object(self, digest: str, target: Path) -> None:
         try:
             copy_out(digest, target, self.roots, self.archive)
@@ -119,6 +127,9 @@ class _CheckpointFiles:
 
     def _small_files(self, checkpoint: Checkpoint, folder: Path) -> None:
         """Config and tokenizer of a whole model are in the server's folder of the checkpoint."""
+        if (graph := module_graph(checkpoint.base)) is not None:
+            self._object(graph, folder / GRAPH_FILE)
+            return
         own = folder_of(self.folders, checkpoint.run_id, checkpoint.kind, checkpoint.name)
         if not (own / "config.json").is_file():
             self._miss(folder / "config.json", f"{own} is gone; take config and tokenizer from {checkpoint.base}")

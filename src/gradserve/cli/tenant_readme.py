@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _TIME = "seconds since 1970-01-01 UTC"
 _RUN_ID = "id of the run; the middle of its checkpoints' tinker:// paths"
-_BASE = "name of the base model"
+_BASE = "name of the base model; of a module: module: and the digest of its forward graph"
 _LORA = "rank, seed of the first A matrices, which layers; null: all parameters of the base are trained"
 _DIGEST = "SHA-256 of the safetensors file"
 _SESSION = "id of the client's session"
@@ -125,6 +125,7 @@ FIELDS: dict[str, tuple[str, dict[str, str]]] = {
             "amount_usd": "US dollars, exact decimal",
             "price_version": "the price sheet that held when the request was accepted",
             "at": _TIME,
+            "env_steps": "steps of environments",
         },
     ),
     "metrics.jsonl": (
@@ -165,6 +166,16 @@ FIELDS: dict[str, tuple[str, dict[str, str]]] = {
             "manifest": "JSON: everything that a resume needs, each thing with its digest",
         },
     ),
+    "graphs.jsonl": (
+        "One line per loss or module that was sent as a graph; graphs/<digest>.json is its text.",
+        {
+            "tenant": "who owns it",
+            "digest": "SHA-256 of the text",
+            "name": "the function's or the module's",
+            "size_bytes": "of the text",
+            "created_at": _TIME,
+        },
+    ),
 }
 
 _FILES = """\
@@ -174,6 +185,7 @@ Colons in run ids are written as underscores.
 
 - `adapter_model.safetensors`, `adapter_config.json`: a LoRA adapter as `peft.PeftModel.from_pretrained` reads it; or
 - `model.safetensors`, `config.json`, tokenizer files: a whole model as `transformers` reads it.
+- `model.safetensors`, `forward.graph.json`: a module's parameters and buffers, and its forward pass (docs/reference/graph-ir.md).
 - `optimizer.safetensors`: AdamW's moments, of training checkpoints that have made a step.
 - `*.age`: the same files encrypted with age (age-encryption.org), of external weights that were saved with recipients.
 

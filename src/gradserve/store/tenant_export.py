@@ -29,6 +29,7 @@ from gradserve.store.base import (
     Run,
     SamplingSession,
     Session,
+    StoredGraph,
     Version,
 )
 from gradserve.store.queries.ledger import NOTHING, add_some
@@ -36,6 +37,7 @@ from gradserve.store.tables import (
     checkpoints,
     events,
     fields,
+    graphs,
     ledger,
     op_bodies,
     ops,
@@ -61,6 +63,7 @@ _TABLES: dict[str, tuple[type[msgspec.Struct], sa.Table]] = {
     "metrics": (Metrics, run_metrics),
     "events": (Event, events),
     "versions": (Version, versions),
+    "graphs": (StoredGraph, graphs),
 }
 
 
@@ -69,11 +72,12 @@ class UnknownTenant(Exception):
 
 
 class ExportedRows(msgspec.Struct, frozen=True):
-    """What was written: how many lines in which file, the bill, and the checkpoints whose files belong to it."""
+    """What was written: how many lines in which file, the bill, and checkpoints and graphs whose files belong to it."""
 
     lines: dict[str, int]
     total: LedgerTotal
     checkpoints: list[Checkpoint]
+    graphs: list[StoredGraph]
 
 
 def export_rows(database: Path, tenant: str, folder: Path, *, bodies: bool = False) -> ExportedRows:
@@ -93,7 +97,8 @@ def export_rows(database: Path, tenant: str, folder: Path, *, bodies: bool = Fal
                 )
             lines["ledger.csv"] = _write_csv(folder / "ledger.csv", _rows(connection, LedgerLine, ledger, tenant))
             lines["ops.jsonl"] = _write_lines(folder / "ops.jsonl", _ops(connection, tenant, bodies))
-            return ExportedRows(lines, _total(connection, tenant), _checkpoints(connection, tenant))
+            kept = list(_rows(connection, StoredGraph, graphs, tenant))
+            return ExportedRows(lines, _total(connection, tenant), _checkpoints(connection, tenant), kept)
     finally:
         connection.close()
 

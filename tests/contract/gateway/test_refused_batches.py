@@ -90,7 +90,7 @@ CASES = {
     "float targets": Bad([row([1, 2, 3], target_tokens=f32(1, 2, 3))], "input.dtype", target(0), 0),
     "integer weights": Bad([row([1, 2, 3], weights=IDS)], "input.dtype", "data[0].loss_fn_inputs.weights", 0),
     "unknown loss": Bad([GOOD], "loss.unknown", "loss_fn", None, "crossentropy"),
-    "custom loss": Bad([GOOD], "unsupported.custom_loss", "loss_fn", None, "custom"),
+    "custom loss without its id": Bad([GOOD], "loss.id", "loss_fn_config.loss_id", None, "custom"),
     "no targets": Bad([GOOD, row([1], target_tokens=None)], "input.missing", target(1), 1),
     "no advantages": Bad(
         [rl(advantages=None)], "input.missing", "data[0].loss_fn_inputs.advantages", 0, "importance_sampling"

@@ -247,7 +247,6 @@ def test_system(gate: Gate) -> None:
     ("method", "path"),
     [
         ("POST", "auth/token"),
-        ("POST", "create_custom_loss"),
         ("POST", "retrieve_futures"),
         ("POST", "copy_weights"),
         ("PUT", "sessions/s/project"),

@@ -14,8 +14,10 @@ from tests.contract.gateway.gate import Gate
 
 HERE = Path(__file__).parent
 _CODE = re.compile(
-    r"(adapter|auth|body|checkpoint|compute|config|data|file|full|future|http|input|link|load|lora|loss|model|op|optim|prompt|query|run"
-    r"|sample|sampler|save|seed|seq|server|session|storage|unsupported|version|weights)\.(?!json$)[a-z_]+"
+    r"""(adapter|auth|body|checkpoint|compute|config|data|evaluate|file|full|future|graph|http|input|link|load|lora|loss|model
+    |op|optim|policy|prompt|query|rollout|run|sample|sampler|save|seed|seq|server|session|storage|trajectory|unsupported
+    |update|version|weights)[.](?!json$)[a-z_]+""",
+    re.VERBOSE,
 )
 
 

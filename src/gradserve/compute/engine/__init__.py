@@ -10,6 +10,7 @@
     vllm_sampler  the same through vLLM (vllm_engine), its adapters (vllm_adapters) checked by measurement (fingerprint)
     base       a frozen model, its attention (attention) and the adapters laid over it (lora)
     kernels    the arithmetic that decides bits: fast, invariant (equal to the bit in any batch) or cuda
+    graphs     users' losses and policies, as data: checked, measured by a dry run, interpreted
     arrays     objects as tensors (tensorfile: their bytes; origin: of which weights), and in the making (drafts)
     memory     how much is used, what means "too much"
     convert    GGUF -> a Hugging Face directory

@@ -1,7 +1,7 @@
 """Checks that torch leaves to its Python modules and an operator called by itself goes without.
 
-nn.LSTM compares the sizes of its states and weights before it calls aten.lstm, and the operator believes it: with a state
-of another batch size torch 2.13 writes past the end of a buffer (found by tests/graphs/test_fuzz.py).
+nn.LSTM compares the sizes of its states and weights before it calls aten.lstm, and the operator believes it: with a
+state of another batch size torch 2.13 writes past the end of a buffer (found by tests/graphs/test_fuzz.py).
 """
 
 from __future__ import annotations
@@ -52,10 +52,15 @@ def _check_recurrent(
         raise ValueError(f"{layers} layers do not take {len(weights)} weights")
     hidden = weights[1].shape[1]
     batch = given.shape[0 if batch_first else 1]
-    expected = [(each, (layers * directions, batch, hidden)) for each in states]
+    expected: list[tuple[Tensor, tuple[int, ...]]] = [(each, (layers * directions, batch, hidden)) for each in states]
     for start in range(0, len(weights), per_direction):
         width = given.shape[2] if start < directions * per_direction else hidden * directions
-        shapes = [(gates * hidden, width), (gates * hidden, hidden), (gates * hidden,), (gates * hidden,)]
+        shapes: list[tuple[int, ...]] = [
+            (gates * hidden, width),
+            (gates * hidden, hidden),
+            (gates * hidden,),
+            (gates * hidden,),
+        ]
         expected += zip(weights[start : start + per_direction], shapes, strict=False)
     for tensor, shape in expected:
         if tuple(tensor.shape) != shape or tensor.dtype != given.dtype:
