@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import gradserve
+from gradserve.client.modules import ModuleClient
 from tests.sdk import sequences
 
 
@@ -50,11 +53,11 @@ def plainly(algorithm: Classifier, optimizer: torch.optim.Optimizer, epochs: int
         for batch in algorithm.data_loader(16):
             loss, _ = algorithm.loss_fn(algorithm.model, {name: torch.as_tensor(x) for name, x in batch.items()})
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             if clip:
                 nn.utils.clip_grad_norm_(algorithm.model.parameters(), clip)
             optimizer.step()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
     return losses
 
 
@@ -99,6 +102,14 @@ def test_resumed_is_bitwise_undisturbed(service: tinker.ServiceClient) -> None:
         assert torch.equal(second.model.state_dict()[key], tensor), key
 
 
+def test_the_run_is_the_modules_own_forward_pass(service: tinker.ServiceClient) -> None:
+    fitted = gradserve.fit(Classifier(), batch_size=16, service=service)
+    run = ModuleClient.load(service, fitted.path)
+    x = torch.randn(7, 2)
+    found = run.apply({"input": x.numpy()}).result().outputs["output"].numpy()
+    torch.testing.assert_close(torch.tensor(found), fitted.model(x).detach(), atol=1e-6, rtol=0)
+
+
 def test_a_callback_ends_the_training(service: tinker.ServiceClient) -> None:
     fitted = gradserve.fit(
         Classifier(), epochs=9, batch_size=16, service=service, callback=lambda row: row["step"] == 3
@@ -113,8 +124,9 @@ class Weighted:
     loss_inputs = {"entropy": "float32[token]"}  # noqa: RUF012
 
     def __init__(self) -> None:
-        self.rows = [
-            {"tokens": tokens[:-1], "target_tokens": tokens[1:], "worth": 1.0 + number, "bonus": [0.01] * (len(tokens) - 1)}
+        self.rows: list[dict[str, Any]] = [
+            {"tokens": tokens[:-1], "target_tokens": tokens[1:], "worth": 1.0 + number,
+             "bonus": [0.01] * (len(tokens) - 1)}
             for number, tokens in enumerate(sequences(6, seed=5, shortest=4, longest=12))
         ]  # fmt: skip
 
@@ -145,7 +157,7 @@ def test_a_loss_of_ones_own_on_a_language_model(service: tinker.ServiceClient) -
         for row in algorithm.rows[:4]
     ]
     found = run.forward(data, "cross_entropy").result().loss_fn_outputs
-    total = sum(-np.sum(out["logprobs"].to_numpy()) * (i + 1) for i, out in enumerate(found))
+    total = sum(-float(np.sum(out["logprobs"].to_numpy())) * (i + 1) for i, out in enumerate(found))
     tokens = sum(len(row["tokens"]) for row in algorithm.rows[:4])
     bonus = total / tokens - fitted.history[0]["loss"]
     assert 0 < bonus < 0.01 * np.log(320)  # the entropy is between 0 and that of a uniform choice
@@ -178,3 +190,11 @@ class _Rows:
 
     def loss_fn(self, model: Any, batch: Any) -> Any:
         raise AssertionError("never called")
+
+
+def test_the_example_runs(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("GRADSERVE_URL", url)
+    runpy.run_path(str(Path(__file__).parents[2] / "examples/fit_regression.py"), run_name="__main__")
+    steps, sine = capsys.readouterr().out.splitlines()
+    assert steps.startswith("320 steps: loss ")
+    assert float(sine.rpartition(" ")[2]) == pytest.approx(1, abs=0.15)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from gradserve.algorithms.actor_critic import NormalisedPolicy
 from gradserve.client.connect import EmbeddedServiceClient
 from gradserve.compute.engine.control.noise import episode_seed
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 CARTPOLE = {"id": "CartPole-v1"}
 PENDULUM = {"id": "Pendulum-v1", "max_episode_steps": 40}
 
@@ -100,6 +102,28 @@ class Nested(gymnasium.Env[Any, Any]):
         return {"kind": self.kind, "much": np.array([self.much], np.float32)}
 
 
+class Switches(gymnasium.Env[Any, Any]):
+    """Images, and a Tuple of bits and a number: two pixels say which to turn on. At most 3 per step, 8 steps."""
+
+    observation_space: Any = spaces.Box(0, 255, (2, 1, 1), np.uint8)
+    action_space: Any = spaces.Tuple((spaces.MultiBinary(2), spaces.Box(-1, 1, (1,), np.float32)))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.left = 8
+        return self._show(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        bits, number = action
+        reward = float((bits == self.bits).sum()) + 1 - abs(float(number[0]))
+        self.left -= 1
+        return self._show(), reward, self.left == 0, False, {}
+
+    def _show(self) -> Any:
+        self.bits = self.np_random.integers(0, 2, 2)
+        return (self.bits * 255).astype(np.uint8).reshape(2, 1, 1)
+
+
 def test_cartpole_is_solved_and_the_policy_is_a_module(service: tinker.ServiceClient) -> None:
     trainer = gradserve.PPOTrainer(perceptron(4, 2), CARTPOLE, 1024, service=service)
     history = trainer.train(max_epochs=50)
@@ -131,13 +155,15 @@ def test_a_box_of_actions_with_normalisation_is_evaluated_as_the_policy_acts(ser
         assert total == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("env", [Matching, Nested])
-def test_environments_of_the_users_own_class_are_learned(env: Any, service: tinker.ServiceClient) -> None:
-    policy = perceptron(*((2, 4) if env is Matching else (4, 4)))
+@pytest.mark.parametrize(
+    ("env", "policy", "best"), [(Matching, perceptron(2, 4), 16), (Nested, perceptron(4, 4), 8), (Switches, None, 24)]
+)
+def test_environments_of_the_users_own_class_are_learned(
+    env: Any, policy: nn.Module | None, best: int, service: tinker.ServiceClient
+) -> None:
     trainer = gradserve.PPOTrainer(
         policy, {"class": env}, 512, num_envs=16, service=service, learning_rate="linear_1e-3", gamma=0.0
     )
-    best = 16 if env is Matching else 8
     before = trainer.evaluate(20)["episode_return"]
     trainer.train(max_epochs=15)
     after = trainer.evaluate(20)["episode_return"]
@@ -188,11 +214,18 @@ def test_an_actor_critic_of_the_users_is_trained_as_it_is(service: tinker.Servic
             seen = torch.tanh(self.body(observations))
             return self.actor(seen), self.critic(seen)
 
-    trainer = gradserve.PPOTrainer(Shared(), CARTPOLE, service=service)
+    policy = Shared()
+    trainer = gradserve.PPOTrainer(policy, CARTPOLE, service=service)
     trainer.train(max_epochs=1)
     weights = weights_of(trainer)
     assert {name.partition(".")[0] for name in weights} == {"policy"}
-    assert not torch.equal(weights["policy.critic.weight"], trainer._module.policy.critic.weight)
+    assert not torch.equal(weights["policy.critic.weight"], policy.critic.weight)
+
+
+def test_a_checkpoint_of_another_module_is_refused(service: tinker.ServiceClient) -> None:
+    path = gradserve.PPOTrainer(perceptron(4, 2), CARTPOLE, service=service).save("start")
+    with pytest.raises(ValueError, match="of another module"):
+        gradserve.PPOTrainer(nn.Linear(4, 2), CARTPOLE, service=service, resume=path)
 
 
 def test_a_callback_sees_each_epoch_and_may_end_the_training(service: tinker.ServiceClient) -> None:
@@ -215,6 +248,14 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
         gradserve.PPOTrainer(None, CARTPOLE, learning_rat=1e-3)
     with pytest.raises(ValueError, match=r"gives a tensor \[3, 3\].* a tensor \[3, 2\] \(2 logits\)"):
         gradserve.PPOTrainer(perceptron(4, 3), CARTPOLE)
+    with pytest.raises(ValueError, match=r"gamma: 1.5 is not in \[0, 1\]"):
+        gradserve.PPOTrainer(None, CARTPOLE, gamma=1.5)
+    with pytest.raises(ValueError, match="'CartPole-v99' is not registered"):
+        gradserve.PPOTrainer(None, {"id": "CartPole-v99"})
+    with pytest.raises(ValueError, match="1000 is no multiple of num_envs 3"):
+        gradserve.PPOTrainer(None, CARTPOLE, 1000, num_envs=3)
+    with pytest.raises(ValueError, match="'quickly' is no schedule"):
+        gradserve.PPOTrainer(None, CARTPOLE, learning_rate="quickly")
     with pytest.raises(TypeError, match="say which environment"):
         gradserve.PPOTrainer(None, {})
     with pytest.raises(TypeError, match="no 'seed'"):
@@ -227,3 +268,16 @@ def test_no_language_model_is_needed(data_dir: Path, monkeypatch: pytest.MonkeyP
         assert isinstance(trainer._service, EmbeddedServiceClient)
         assert trainer._service.server.models == []
         assert len(trainer.train(max_epochs=1)) == 1
+
+
+def test_the_example_runs(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("GRADSERVE_URL", url)
+    monkeypatch.setattr(gradserve.PPOTrainer, "train", _briefly)
+    runpy.run_path(str(EXAMPLES / "ppo_cartpole.py"), run_name="__main__")
+    assert "evaluation: " in capsys.readouterr().out
+
+
+def _briefly(self: gradserve.PPOTrainer, max_epochs: int, train: Any = gradserve.PPOTrainer.train) -> Any:
+    """The example's sixty epochs are another test's."""
+    assert max_epochs == 60
+    return train(self, max_epochs=2)

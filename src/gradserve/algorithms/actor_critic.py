@@ -41,14 +41,18 @@ class ActorCritic(nn.Module):
     ) -> None:
         super().__init__()
         self._logits, self._means = actions.num_logits, actions.num_means
-        widths = [observations.features, *defaults.hidden]
-        heads = self._logits + self._means
-        self.policy = policy if policy is not None else multilayer([*widths, heads], defaults.activation, 0.01, seed)
+
+        def perceptron(outputs: int, gain: float, seed: int) -> nn.Module:
+            widths = [observations.features, *defaults.hidden, outputs]
+            layers = multilayer(widths, defaults.activation, gain, seed)
+            return nn.Sequential(Pixels(), *layers) if observations.is_image else layers
+
+        self.policy = policy if policy is not None else perceptron(self._logits + self._means, 0.01, seed)
         found = self._tried(observations)
         self.critic: nn.Module | None = None
         self.log_std: nn.Parameter | None = None
         if "value" not in found:
-            self.critic = multilayer([*widths, 1], defaults.activation, 1.0, seed + 1)
+            self.critic = perceptron(1, 1.0, seed + 1)
         if self._means and "log_std" not in found:
             self.log_std = nn.Parameter(torch.full((self._means,), defaults.log_std))
 
@@ -59,7 +63,7 @@ class ActorCritic(nn.Module):
         if self.log_std is not None:
             outputs["log_std"] = self.log_std
         if self.critic is not None:
-            outputs["value"] = self.critic(_flat(observations))
+            outputs["value"] = self.critic(observations)
         outputs["value"] = outputs["value"].reshape(-1)
         return {name: outputs[name] for name in _HEADS if name in outputs}
 
@@ -91,7 +95,7 @@ class ActorCritic(nn.Module):
 
     def _fit(self, outputs: Mapping[str, Tensor]) -> bool:
         """Whether these are a policy's outputs for a batch of ``_ROWS``."""
-        allowed = {
+        allowed: dict[str, list[tuple[int, ...]]] = {
             "logits": [(_ROWS, self._logits)] if self._logits else [],
             "mean": [(_ROWS, self._means)] if self._means else [],
             "log_std": [(self._means,), (_ROWS, self._means)] if self._means else [],
@@ -99,7 +103,8 @@ class ActorCritic(nn.Module):
         }
         needed = {name for name in ("logits", "mean") if allowed[name]}
         return needed <= outputs.keys() and all(
-            isinstance(tensor, Tensor) and tensor.shape in allowed.get(name, []) for name, tensor in outputs.items()
+            isinstance(tensor, Tensor) and tuple(tensor.shape) in allowed.get(name, [])
+            for name, tensor in outputs.items()
         )
 
     def _wanted(self) -> str:
@@ -156,7 +161,8 @@ def multilayer(widths: Sequence[int], activation: str, last_gain: float, seed: i
     generator = torch.Generator().manual_seed(seed)
     layers: list[nn.Module] = []
     for number, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
-        layer = nn.utils.skip_init(nn.Linear, inputs, outputs)  # leaves the global generator alone
+        # Without values: making them would draw from the global generator.
+        layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)  # type: ignore[no-untyped-call]
         last = number == len(widths) - 2
         nn.init.orthogonal_(layer.weight, last_gain if last else math.sqrt(2), generator=generator)
         nn.init.zeros_(layer.bias)
@@ -164,8 +170,12 @@ def multilayer(widths: Sequence[int], activation: str, last_gain: float, seed: i
     return nn.Sequential(*layers)
 
 
-def _flat(observations: Tensor) -> Tensor:
-    return observations if observations.ndim == 2 else observations.flatten(1).float() / 255
+class Pixels(nn.Module):
+    """Images uint8 [n, ...] as rows of numbers from 0 to 1."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[n, height * width * channels]"""
+        return images.flatten(1).float() / 255
 
 
 def _described(found: Any) -> str:

@@ -6,6 +6,7 @@ Both do the same with the same functions (``compute.engine.control``); a trainer
 from __future__ import annotations
 
 import functools
+import importlib.util
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ Answer = Callable[[], dict[str, Any]]
 class Environments(Protocol):
     """Environments of one kind. ``observations`` and ``actions`` are the spaces of one."""
 
+    env: EnvSpec
     observations: SpaceSpec
     actions: SpaceSpec
     sent_ahead: bool
@@ -52,6 +54,7 @@ class ServerEnvironments:
     sent_ahead = True
 
     def __init__(self, env: EnvSpec) -> None:
+        _need_gymnasium()
         from gradserve.compute.engine.control.environments import spaces_of
 
         validate_env(env)
@@ -98,6 +101,7 @@ class ClientEnvironments:
     sent_ahead = False
 
     def __init__(self, make: Callable[[], Any], name: str) -> None:
+        _need_gymnasium()
         from gradserve.compute.engine.control.environments import LoopGroup
         from gradserve.compute.engine.control.live import LiveGroups
 
@@ -178,18 +182,24 @@ def environments_of(env_config: Mapping[str, Any] | None, env_fn: Callable[[], A
     Raises TypeError for anything else.
     """
     config = dict(env_config or {})
-    given = [name for name in ("id", "class") if name in config] + ["env_fn"] * (env_fn is not None)
-    if len(given) != 1:
+    sources = [source for source in (config.pop("id", None), config.pop("class", None), env_fn) if source is not None]
+    if len(sources) != 1:
         raise TypeError(
             "say which environment: env_config={'id': 'CartPole-v1'}, env_config={'class': MyEnv} or env_fn=make_env"
         )
-    source = config.pop("id", None) or config.pop("class", None) or env_fn
+    (source,) = sources
     kwargs, limit = config.pop("kwargs", {}), config.pop("max_episode_steps", None)
     if config:
         raise TypeError(f"env_config has no {next(iter(config))!r}; it has id or class, kwargs and max_episode_steps")
     if isinstance(source, str):
         return ServerEnvironments(EnvSpec(source, dict(kwargs), limit))
     return ClientEnvironments(_limited(functools.partial(source, **kwargs), limit), _name_of(source))
+
+
+def _need_gymnasium() -> None:
+    """An environment's spaces are read here, wherever it runs."""
+    if importlib.util.find_spec("gymnasium") is None:
+        raise ImportError("PPOTrainer reads an environment's spaces by gymnasium: pip install 'gradserve[control]'")
 
 
 def _limited(make: Callable[[], Any], limit: int | None) -> Callable[[], Any]:

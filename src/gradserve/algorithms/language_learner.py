@@ -71,7 +71,7 @@ class LanguageLearner:
         rows = [{name: _array(value) for name, value in row.items()} for row in batch]
         if self._loss is None:
             self._loss = self._captured(rows[0])
-        gradient = self._run.forward_backward([_datum(row) for row in rows], self._loss)
+        gradient = self._run.forward_backward([_datum(row) for row in rows], self._loss)  # type: ignore[arg-type]
         stepped = self._run.optim_step(types.AdamParams(**msgspec.structs.asdict(rule)))
 
         def answer() -> dict[str, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,8 @@ from gradserve.algorithms.optimizers import Optimizer
 from gradserve.algorithms.weights import packed, trained, unpacked
 from gradserve.client.modules import ModuleClient
 from gradserve.client.state import put_state, state_of
-from gradserve.compiler.modules import capture_program
+from gradserve.compiler import CaptureError
+from gradserve.compiler.modules import capture_module, capture_program
 from gradserve.wire import graph as ir
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ class ModuleLearner:
     """``loss_fn(module, batch) -> loss`` or ``-> (loss, metrics)``; a batch is a dict of tensors or arrays.
 
     Dimension 0 of each is the batch's and may differ from batch to batch. The loss is captured with the first batch.
+    The run's own graph is the module's forward pass where that can be seen, else the loss.
     """
 
     def __init__(self, service: tinker.ServiceClient, module: nn.Module, loss_fn: Any, resume: str | None) -> None:
@@ -43,8 +47,9 @@ class ModuleLearner:
         stepped = run.optim_step(optimizer.rule(number), coupled_decay=optimizer.coupled_decay)
 
         def answer() -> dict[str, float]:
-            metrics = dict(gradient.result().metrics)
-            return {"loss": metrics.pop("loss:sum")} | metrics | stepped.result()["metrics"]
+            metrics: dict[str, float] = dict(gradient.result().metrics)
+            of_step: dict[str, float] = stepped.result()["metrics"]
+            return {"loss": metrics.pop("loss:sum")} | metrics | of_step
 
         return answer
 
@@ -69,9 +74,31 @@ class ModuleLearner:
             graph, tensors = capture_program(self._loss_fn, self._module, batch)
             text = ir.encode(graph).decode()
             if self._run is None:
-                self._run = ModuleClient.create(self._service, text, packed(tensors))
+                base = self._forward(batch) or graph
+                self._run = ModuleClient.create(self._service, ir.encode(base).decode(), packed(tensors))
             self._loss = self._run.keep(text)
         return self._run, self._loss
+
+    def _forward(self, batch: Mapping[str, Tensor]) -> ir.Graph | None:
+        """The graph of the module itself, as the loss calls it first, so that the run can be exported as what it is.
+
+        None where the loss does not call it as a whole on tensors, or its output can't be a graph's.
+        """
+        calls: list[dict[str, Any]] = []
+        module = copy.deepcopy(self._module)  # a pass may leave traces in buffers
+
+        def remember(called: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+            calls.append(dict(zip(inspect.signature(called.forward).parameters, args, strict=False)) | given)
+
+        module.register_forward_pre_hook(remember, with_kwargs=True)
+        with torch.no_grad():
+            self._loss_fn(module, dict(batch))
+        if not calls or not all(isinstance(value, torch.Tensor) for value in calls[0].values()):
+            return None
+        try:
+            return capture_module(self._module, calls[0])[0]
+        except CaptureError:
+            return None
 
     def _begun(self) -> ModuleClient:
         if self._run is None:

@@ -20,11 +20,13 @@ import msgspec
 from gradserve.algorithms.environments import Answer, environments_of
 from gradserve.algorithms.ppo_settings import PPOSettings, refuse_unknown, settings_of
 from gradserve.algorithms.progress import progress_line
+from gradserve.algorithms.refusals import as_value_errors
 from gradserve.algorithms.weights import packed, trained, unpacked
 from gradserve.client.connect import connect
 from gradserve.client.modules import ModuleClient
 from gradserve.client.state import put_state, state_of
 from gradserve.wire import graph as ir
+from gradserve.wire.control import validate_ppo, validate_rollout
 from gradserve.wire.control_defaults import defaults_for
 
 if TYPE_CHECKING:
@@ -38,8 +40,10 @@ _AHEAD = 2
 """Epochs that are asked for before the oldest one's answer is there."""
 _WINDOW = 100
 """Episodes that ``episode_return`` is the mean of."""
-_EVALUATION = 1_000_000
-"""Added to the seed, so that an evaluation meets episodes that training never had."""
+_APART = 1_000_000
+"""Between seeds: of the updates of trainers with neighbouring ones, and of an evaluation and its training."""
+_MAX_STATE = 1 << 20
+"""Bytes of a client's own state that the server keeps."""
 _SHOWN = {"episode_return": "return", "env_steps": "steps", "approx_kl": "kl", "explained_variance": "ev"}
 
 Metrics = dict[str, float]
@@ -78,8 +82,8 @@ class PPOTrainer:
 
     ``history`` has one dict per epoch that this trainer made: see ``train``.
 
-    Raises TypeError for an unknown setting or environment, ValueError for a module that does not fit the spaces,
-    CaptureError for one that can't become a graph.
+    Raises TypeError for an unknown setting, ValueError for one out of bounds, for an environment that is not registered
+    and for a module that does not fit its spaces, CaptureError for a module that can't become a graph.
     """
 
     def __init__(
@@ -99,22 +103,26 @@ class PPOTrainer:
         refuse_unknown(settings)
         self.history: list[Metrics] = []
         self._pending: deque[_Epoch] = deque()
-        self._envs = environments_of(env_config, env_fn)
+        with as_value_errors():
+            self._envs = environments_of(env_config, env_fn)
         defaults = defaults_for(self._envs.env.id)
         self._module = ActorCritic(
             policy_net, self._envs.observations, self._envs.actions, defaults, settings.get("seed", 0)
         )
+        if resume is None:
+            self._position = _Position(settings_of(defaults, rollout_batch_size, settings))
+            self._check()
         graph, tensors = capture_module(self._module, example(self._envs.observations))
         self._envs.act_by(graph)
         self._service = service or connect(models={})
         self._owns_service = service is None
         try:
             if resume is None:
-                self._position = _Position(settings_of(defaults, rollout_batch_size, settings))
                 self._run = ModuleClient.create(self._service, ir.encode(graph).decode(), packed(tensors))
             else:
                 self._run = ModuleClient.load(self._service, resume)
                 self._position = self._stored(graph, rollout_batch_size, settings)
+                self._check()
         except BaseException:
             self.close()
             raise
@@ -182,7 +190,7 @@ class PPOTrainer:
         The same ``seed`` gives the same episodes; None: those of this trainer's seed, which training never has.
         """
         self._settle_all()
-        seed = self._position.settings.seed + _EVALUATION if seed is None else seed
+        seed = self._position.settings.seed + _APART if seed is None else seed
         found: dict[str, Any] = self._envs.evaluate(self._run, self._spec, episodes, seed, deterministic)()["episodes"]
         means = {f"episode_{name}": statistics.fmean(found[f"{name}s"]) for name in ("return", "length")}
         return found | means
@@ -191,7 +199,13 @@ class PPOTrainer:
         """Name the state of training as it is; returns the path that ``resume`` takes."""
         self._settle_all()
         self._position.environments = self._envs.state()
-        put_state(self._service.holder, self._run.run_id, _written(self._position))
+        state = _written(self._position)
+        if len(state) > _MAX_STATE:
+            raise ValueError(
+                f"the environments' state takes {len(state)} bytes and a checkpoint keeps {_MAX_STATE}: it grows with "
+                "num_envs and with the actions since the episodes began; lower anchor_steps"
+            )
+        put_state(self._service.holder, self._run.run_id, state)
         path: str = self._run.save(name, overwrite=overwrite).result()["path"]
         return path
 
@@ -206,6 +220,12 @@ class PPOTrainer:
 
     def __exit__(self, *failure: object) -> None:
         self.close()
+
+    def _check(self) -> None:
+        """Raises ValueError for settings that the server would refuse."""
+        with as_value_errors():
+            validate_rollout(self._spec)
+            validate_ppo(self._position.settings.update(0.0))
 
     @property
     def _spec(self) -> RolloutSpec:
@@ -227,7 +247,7 @@ class PPOTrainer:
         epoch, settings = self._asked, self._position.settings
         config = settings.update(epoch / max_epochs)
         rollout = self._envs.rollout(self._run, self._spec)
-        return _Epoch(rollout, self._envs.update(self._run, config, settings.seed * _EVALUATION + epoch))
+        return _Epoch(rollout, self._envs.update(self._run, config, settings.seed * _APART + epoch))
 
     def _settle(self) -> Metrics:
         """Wait for the oldest epoch that was asked for."""
@@ -238,7 +258,7 @@ class PPOTrainer:
         position.env_steps += episodes["env_steps"]
         ended = list(zip(episodes["returns"], episodes["lengths"], strict=True))
         position.recent = [*position.recent, *ended][-_WINDOW:]
-        metrics = {"epoch": position.epoch, "env_steps": position.env_steps, "episodes": len(ended)}
+        metrics: Metrics = {"epoch": position.epoch, "env_steps": position.env_steps, "episodes": len(ended)}
         if position.recent:
             returns, lengths = zip(*position.recent, strict=True)
             metrics |= {"episode_return": statistics.fmean(returns), "episode_length": statistics.fmean(lengths)}

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from gradserve.algorithms.schedules import Schedule, linear, value_at
+from gradserve.algorithms.schedules import linear, value_at
 from gradserve.wire.control import EnvSpec, PPOConfig, RolloutSpec
 from gradserve.wire.control_defaults import ControlDefaults
 
@@ -77,9 +77,8 @@ def settings_of(defaults: ControlDefaults, batch: int | None, given: Mapping[str
     Raises ValueError for sizes that do not fit, and for a schedule that can't be read.
     """
     own, of_ppo = _apart(given)
-    usual: dict[str, Schedule] = {name: getattr(defaults.ppo, name) for name in SCHEDULED}
-    if defaults.linear:
-        usual = {name: linear(value) for name, value in usual.items()}
+    tuned: dict[str, float] = {name: getattr(defaults.ppo, name) for name in SCHEDULED}
+    usual = {name: linear(value) if defaults.linear else value for name, value in tuned.items()}
     num_envs, steps = _sizes(defaults, batch, own.pop("num_envs", None))
     settings = PPOSettings(
         num_envs=num_envs,

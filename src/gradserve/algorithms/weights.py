@@ -17,14 +17,16 @@ def packed(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
     """A safetensors file; ``metadata`` goes into its header."""
     from safetensors.torch import save
 
-    return save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, metadata)
+    file: bytes = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, metadata)
+    return file
 
 
 def unpacked(file: bytes) -> dict[str, Tensor]:
     """The inverse, without the metadata."""
     from safetensors.torch import load
 
-    return load(file)
+    tensors: dict[str, Tensor] = load(file)
+    return tensors
 
 
 def digest_of(file: bytes) -> str:

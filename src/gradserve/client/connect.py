@@ -42,7 +42,7 @@ def connect(
 ) -> tinker.ServiceClient:
     """Connect to the server at ``url`` or $GRADSERVE_URL; without either, start one in the background.
 
-    ``models`` (name -> directory, .gguf file, package; an empty dict: no language model) and ``data_dir`` are for a
+    ``models`` (name -> directory, .gguf file, package; an empty dict: none is needed) and ``data_dir`` are for a
     server started here; with a remote one they are refused. ``api_key`` is for a remote server (default
     $TINKER_API_KEY, else tml-local). Everything else goes to tinker.ServiceClient. Raises ServerDidNotStart with what
     the server said.
@@ -53,7 +53,7 @@ def connect(
             raise ValueError("api_key is for a remote server: give url or set GRADSERVE_URL too")
         server = EmbeddedServer(models, Path(data_dir) if data_dir is not None else None)
         return EmbeddedServiceClient(server, **kwargs)
-    if models is not None or data_dir is not None:
+    if models or data_dir is not None:
         raise ValueError(f"models and data_dir belong to the server, and {url} is already running: leave them out")
     key = api_key or os.environ.get("TINKER_API_KEY") or LOCAL_KEY
     return tinker.ServiceClient(base_url=url, api_key=key, **kwargs)

@@ -33,6 +33,8 @@ def evaluate(
 ) -> EpisodeStats:
     """Whole episodes, number i with the seed (seed, i): by the likeliest actions, or by drawn ones.
 
+    ``make`` makes the environments: those of a user's own class are not registered.
+
     Observations are normalised by the weights' moments, which stay as they are; rewards never are. Raises Invalid for
     an episode that does not end within a million steps.
     """
