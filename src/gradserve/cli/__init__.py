@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import keyword
+from typing import Any
 
 import click
 
@@ -40,6 +41,15 @@ class _Lazy(click.Group):
         command = getattr(importlib.import_module(f"gradserve.cli.{name}"), name)
         assert isinstance(command, click.Command)
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """A database that can't be read (of another version, damaged) is one line for people, not a traceback."""
+        from gradserve.store.base import StoreError
+
+        try:
+            return super().invoke(ctx)
+        except StoreError as error:
+            raise click.ClickException(str(error)) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

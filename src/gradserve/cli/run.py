@@ -9,9 +9,9 @@ import click
 
 from gradserve.cli.runs import DATA_DIR
 from gradserve.cli.source import one_run
-from gradserve.store.base import Checkpoint, Event, LedgerLine
+from gradserve.cli.words import base_of, used
+from gradserve.store.base import Checkpoint, Event, LedgerLine, Run
 from gradserve.store.overview import RunDetail
-from gradserve.wire.ops import LoraConfig
 
 
 @click.command(short_help="Show one run: its state, checkpoints and bill.")
@@ -40,7 +40,7 @@ def _of_seq(event: Event) -> str:
 def _show(detail: RunDetail) -> None:
     run, total = detail.run, detail.total
     click.secho(run.id, bold=True)
-    click.echo(f"  base      {run.base}   {_trained(run.lora)}")
+    click.echo(f"  base      {base_of(run)}   {_trained(run)}")
     click.echo(f"  started   {_time(run.created_at)}   last request {_time(run.last_request_at)}")
     click.echo(f"  version   {run.version}   weights {(run.weights or 'none')[:16]}")
     if run.corrupted:
@@ -48,14 +48,15 @@ def _show(detail: RunDetail) -> None:
     for checkpoint in detail.checkpoints:
         click.echo(f"  saved     {checkpoint.path}   v{checkpoint.version}, {_saved(checkpoint)}")
     click.echo(
-        f"  bill      ${total.amount_usd:f} = {total.train_tokens:,} trained + {total.prefill_tokens:,} prefilled + "
-        f"{total.sample_tokens:,} sampled tokens, {total.compute_ms / 1000:,.3f} s of compute, {total.lines} lines"
+        f"  bill      ${total.amount_usd:f} = {used(total)}, {total.compute_ms / 1000:,.3f} s of compute, "
+        f"{total.lines} lines"
     )
     for line in detail.lines:
         click.echo(_line(line))
 
 
-def _trained(lora: LoraConfig | None) -> str:
+def _trained(run: Run) -> str:
+    lora = run.lora
     if lora is None:
         return "all parameters"
     flags = [name for name in ("attn", "mlp", "unembed") if getattr(lora, f"train_{name}")]
@@ -67,10 +68,8 @@ def _saved(checkpoint: Checkpoint) -> str:
 
 
 def _line(line: LedgerLine) -> str:
-    return (
-        f"    {_time(line.at)}  #{line.seq:<5} {line.kind:<17} train {line.train_tokens:>7,}  prefill "
-        f"{line.prefill_tokens:>7,}  sample {line.sample_tokens:>7,}  {line.compute_ms:>10} ms  ${line.amount_usd:f}"
-    )
+    what = f"#{line.seq:<5} {line.kind:<17}"
+    return f"    {_time(line.at)}  {what} {line.compute_ms:>10} ms  ${line.amount_usd:<12f}  {used(line)}"
 
 
 def _time(seconds: float) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from gradserve.cli.source import list_of_runs
+from gradserve.cli.words import base_of, used
 from gradserve.store.overview import RunOverview
 
 DATA_DIR = click.option(
@@ -34,7 +35,7 @@ def _line(overview: RunOverview) -> str:
     run, total = overview.run, overview.total
     trained = "full" if run.lora is None else f"rank {run.lora.rank}"
     return (
-        f"{run.base} {trained}  {datetime.fromtimestamp(run.created_at):%Y-%m-%d %H:%M}  v{run.version}  "
-        f"{total.train_tokens:,} trained, {total.prefill_tokens:,} prefilled, {total.sample_tokens:,} sampled  "
+        f"{base_of(run)} {trained}  {datetime.fromtimestamp(run.created_at):%Y-%m-%d %H:%M}  v{run.version}  "
+        f"{used(total)}  "
         f"{total.compute_ms / 1000:,.1f} s  ${total.amount_usd:.6f}"
     )

@@ -16,6 +16,7 @@ from gradserve.compute.catalog import Catalog
 from gradserve.settings import Settings
 from gradserve.store.base import Run, Store
 from gradserve.wire.losses import LOSSES
+from gradserve.wire.ops import module_graph
 
 FORMAT = 1
 
@@ -67,6 +68,8 @@ class Manifests:
         return msgspec.json.encode(manifest).decode()
 
     async def _base(self, name: str) -> dict[str, str]:
+        if (graph := module_graph(name)) is not None:
+            return {"weights": graph, "tokenizer": ""}
         facts = self._catalog.get(name)
         if facts is None:
             return {"weights": "", "tokenizer": ""}
