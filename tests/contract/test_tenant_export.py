@@ -174,6 +174,7 @@ def test_the_manifest_has_every_file(data_dir: Path, tmp_path: Path, objects: Ob
         assert (digest, size) == (hashlib.sha256(data).hexdigest(), len(data))
     assert manifest["lines"]["checkpoints.jsonl"] == 2
     assert set(manifest["missing"]) == {
+        "graphs/graph of acme.json",
         "checkpoints/r/weights/c/adapter_model.safetensors",
         "checkpoints/r/weights/c/optimizer.safetensors",
     }, "the other checkpoint's objects were never written: said, not hidden"
