@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from gradserve.algorithms.fit import fit
     from gradserve.algorithms.ppo import PPOTrainer
     from gradserve.client.connect import connect
-    from gradserve.client.full import create_full_training_client
+    from gradserve.client.full import create_full_training_client, create_lora_training_client
     from gradserve.client.modules import ModuleClient
     from gradserve.client.state import get_client_state, set_client_state
     from gradserve.compiler.client_side import forward_backward
@@ -24,6 +24,7 @@ __all__ = [
     "__version__",
     "connect",
     "create_full_training_client",
+    "create_lora_training_client",
     "fit",
     "forward_backward",
     "get_client_state",
@@ -40,6 +41,7 @@ _HOMES = {
     "PPOTrainer": "algorithms.ppo",
     "connect": "client.connect",
     "create_full_training_client": "client.full",
+    "create_lora_training_client": "client.full",
     "fit": "algorithms.fit",
     "forward_backward": "compiler.client_side",
     "get_client_state": "client.state",

@@ -163,6 +163,34 @@ def test_the_entropy_of_every_position_can_be_read(service: tinker.ServiceClient
     np.testing.assert_allclose(after, same, atol=1e-5)
 
 
+def actor_critic(logprobs: Tensor, mask: Tensor, values: Tensor, goal: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    advantage = (goal - values).detach()
+    loss = ((values - goal) ** 2 * mask).sum() - 0.1 * (advantage * logprobs * mask).sum()
+    return loss, {"value": (values * mask).sum() / mask.sum()}
+
+
+def test_a_value_head_learns_with_the_adapters(service: tinker.ServiceClient, cutting: str) -> None:
+    loss: Any = gradserve.loss(actor_critic)
+    data = [datum(tokens, goal=[2.0] * len(tokens)) for tokens in sequences(5, seed=12)]
+    found = []
+    for where in (service, client(cutting)):
+        run = gradserve.create_lora_training_client(where, "tiny", rank=4, seed=3, value_head=True).result()
+        values = []
+        for _ in range(12):
+            values.append(run.forward_backward(data, loss).result().metrics["value:mean"])
+            run.optim_step(adam(0.05, eps=1e-2)).result()
+        path = run.save_state("head").result().path
+        resumed = where.create_training_client_from_state_with_optimizer(path).result()
+        assert resumed.forward(data, loss).result().metrics == run.forward(data, loss).result().metrics
+        found.append(values)
+    whole, cut = found
+    assert whole[0] == 0.0, "a new head says 0 of every state"
+    assert abs(whole[-1] - 2.0) < 0.5, "it has learned what every state is worth"
+    np.testing.assert_allclose(cut[:6], whole[:6], atol=1e-4)  # later steps amplify last bits
+    with pytest.raises(tinker.BadRequestError, match="has no value head"):
+        trained(service).forward_backward(data, loss).result()
+
+
 def per_datum(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return -(logprobs * weights).sum() / weights.sum().clamp(min=1.0), {"custom/tokens:sum": weights.sum()}
 

@@ -49,19 +49,21 @@ def test_a_head_in_pieces_gives_the_same(lab: Lab) -> None:
     base = lab.base("qwen3")
     packed = pack(plain_rows(0, (9, 14)), base.device)
     tensors = lab.arrays.get(lab.adapter("qwen3"))
-    wanted = Wanted(entropy=True, topk=BEST, hidden=True)
+    tensors = tensors | {"value_head.weight": torch.ones(1, base.config.hidden_size), "value_head.bias": torch.ones(1)}
+    wanted = Wanted(entropy=True, topk=BEST, hidden=True, values=True)
     found = []
     for pieces in (None, 8):
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
         routing = [Route(Adapter.of(leaves), slice(0, packed.count))]
         with base.routed(routing):
-            got = scores(base, routing, packed, pieces, wanted).named()
+            got = scores(base, routing, packed, pieces, wanted, [(leaves, packed.count)]).named()
             total = sum((each * torch.arange(each.numel()).view(each.shape) * 1e-3).sum() for each in got.values())
             assert isinstance(total, Tensor)
             gradient = torch.autograd.grad(total, list(leaves.values()))
         with torch.no_grad(), base.routed(routing):
             again = base.logits(got["hidden"]).log_softmax(-1)
         torch.testing.assert_close(again.gather(1, packed.targets), got["logprobs"], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(got["values"], got["hidden"].sum(1) + 1)
         found.append([*got.values(), *gradient])
     for whole, cut in zip(*found, strict=True):
         torch.testing.assert_close(whole, cut, atol=1e-5, rtol=1e-4)

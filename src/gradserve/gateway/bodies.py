@@ -112,9 +112,13 @@ class LoraBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExtensionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What gradserve adds to create_model: which parameters are trained. The public SDK never sends it."""
+    """What gradserve adds to create_model: which parameters are trained. The public SDK never sends it.
+
+    ``value_head``: adapters get a value head beside them (ops.LoraConfig).
+    """
 
     parameters: Literal["lora", "full"] = "lora"
+    value_head: bool = False
 
 
 class CreateModelBody(Strict, frozen=True, kw_only=True):

@@ -13,6 +13,8 @@ from gradserve.wire import graph as ir
 from gradserve.wire.errors import Invalid, NotFound
 from gradserve.wire.graph import Graph
 
+_DIFFERENTIABLE = frozenset({"logprobs", "entropy", "topk_logprobs", "hidden", "values"})
+
 
 async def keep(call: Call, graph: Graph) -> str:
     """Store a graph whose structure was checked; returns its digest.
@@ -79,9 +81,10 @@ def check_loss(graph: Graph) -> None:
             field="loss_fn",
             fix="Return one number, or one number and a dict of numbers.",
         )
-    if "logprobs" not in [given.name for given in graph.inputs]:
+    if not {given.name for given in graph.inputs} & _DIFFERENTIABLE:
         raise Invalid(
             "loss.no_logprobs",
-            f"The loss {graph.name!r} does not read logprobs, so it has no gradient.",
+            f"The loss {graph.name!r} reads neither logprobs nor anything else that has a gradient.",
             field="loss_fn",
+            fix=f"What the weights decide is {', '.join(sorted(_DIFFERENTIABLE))}.",
         )

@@ -34,6 +34,7 @@ class LoraConfig(msgspec.Struct, frozen=True):
     """Which low-rank adapters a run trains (Hu et al. 2021, arXiv:2106.09685).
 
     ``seed`` fixes the initial A matrices (B starts at zero); the gateway draws one when the client sends none.
+    ``value_head``: a linear map from what the output layer reads to one number is trained with them, zero at first.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class LoraConfig(msgspec.Struct, frozen=True):
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
+    value_head: bool = False
 
 
 class AdamParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

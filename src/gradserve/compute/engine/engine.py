@@ -18,7 +18,7 @@ from gradserve.compute.engine.arrays import Arrays
 from gradserve.compute.engine.base import Bases
 from gradserve.compute.engine.drafts import Draft
 from gradserve.compute.engine.graph_store import BoundedGraph, GraphStore
-from gradserve.compute.engine.lora import Tensors, init_adapter
+from gradserve.compute.engine.lora import Tensors, init_adapter, init_value_head
 from gradserve.compute.engine.memory import is_out_of_memory, peak_rss_bytes
 from gradserve.compute.engine.memory_plan import Dimensions, TooLarge, choose
 from gradserve.compute.engine.modules import MODULE, Modules
@@ -175,7 +175,8 @@ class Engine:
     def _init(self, task: InitTask, started: int) -> Done:
         base = self._bases.get(task.base)
         if task.lora is not None:
-            weights = self._arrays.put(init_adapter(base.targets, task.lora))
+            head = init_value_head(base.config.hidden_size) if task.lora.value_head else {}
+            weights = self._arrays.put(init_adapter(base.targets, task.lora) | head)
         else:
             with self._arrays.copy(base.parameters.tensors()) as draft:
                 weights = self._arrays.commit(draft)

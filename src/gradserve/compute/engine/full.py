@@ -90,7 +90,7 @@ def _scored(
             between()
         with torch.no_grad(), base.parameters.replaced(weights):
             job = prepare_for(base, weights, rows, GraphLoss(graph, rows, base.device))
-            found = scores(base, [], job.packed, _plan(job.packed.count).head_positions, job.objective.wanted)
+            found = scores(base, [], job.packed, _plan(job.packed.count).head_positions, job.objective.wanted, [])
         parts.append(found.named())
         logprobs += rows_of(job.packed, found.logprobs)
     given, metrics = staged.cotangents(graph, task.rows, parts, tuple(len(rows) for rows in passes))

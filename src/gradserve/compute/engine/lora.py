@@ -32,6 +32,9 @@ PREFIX = "base_model.model."
 
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 
+VALUE_HEAD = "value_head."
+"""What the names of a run's value head start with: ``weight`` [1, d] and ``bias`` [1]. It is no part of the adapter."""
+
 Tensors = dict[str, Tensor]
 
 
@@ -46,6 +49,7 @@ class Adapter:
     def of(cls, tensors: Tensors) -> Adapter:
         """From tensors under PEFT's names. Rank is read from the shapes; the scale is alpha / rank."""
         a_name, b_name = _SUFFIXES
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(VALUE_HEAD)}
         names = [name.removesuffix(a_name) for name in tensors if name.endswith(a_name)]
         if not names or len(tensors) != 2 * len(names):
             raise Invalid("not_an_adapter", "not a LoRA adapter: every module needs one lora_A and one lora_B")
@@ -215,6 +219,11 @@ def init_adapter(targets: dict[str, nn.Linear], config: LoraConfig) -> Tensors:
             a_name, b_name = tensor_names(name)
             tensors[a_name], tensors[b_name] = a, torch.zeros(linear.out_features, config.rank)
     return tensors
+
+
+def init_value_head(hidden: int) -> Tensors:
+    """A head that says 0 of every state: its first targets decide where it goes."""
+    return {f"{VALUE_HEAD}weight": torch.zeros(1, hidden), f"{VALUE_HEAD}bias": torch.zeros(1)}
 
 
 def tensor_names(module: str) -> tuple[str, str]:

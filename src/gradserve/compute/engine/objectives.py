@@ -81,7 +81,7 @@ def public_loss(name: str, config: dict[str, float]) -> PublicLoss:
 GRAPH_SECONDS = 10.0
 """How long a user's loss may run on one request. The dry run has bounded its work before; this is the belt."""
 
-_COMPUTED = frozenset({"logprobs", "mask", "lengths", "entropy", "topk_logprobs", "hidden"})
+_COMPUTED = frozenset({"logprobs", "mask", "lengths", "entropy", "topk_logprobs", "hidden", "values"})
 """Names of a graph's inputs that come from the pass, not from the request."""
 
 
@@ -108,7 +108,7 @@ class GraphLoss:
         ranks = {given.name: given.shape for given in self.graph.inputs}
         topk = ranks["topk_logprobs"][-1] if "topk_logprobs" in ranks else 0
         assert isinstance(topk, int)
-        return Wanted("entropy" in ranks, topk, "hidden" in ranks)
+        return Wanted("entropy" in ranks, topk, "hidden" in ranks, "values" in ranks)
 
     def __call__(self, packed: Packed, scores: Scores) -> Found:
         """Raises Invalid when the graph does not give a scalar, or takes too long."""
@@ -204,7 +204,7 @@ class Cotangents:
     def wanted(self) -> Wanted:
         """See Objective."""
         topk = self.values["topk"].shape[1] if "topk" in self.values else 0
-        return Wanted("entropy" in self.values, topk, "hidden" in self.values)
+        return Wanted("entropy" in self.values, topk, "hidden" in self.values, "values" in self.values)
 
     def __call__(self, packed: Packed, scores: Scores) -> Found:
         """The sum of scores times cotangents."""

@@ -13,7 +13,7 @@ from gradserve.wire.errors import Invalid
 
 def is_full(weights: Tensors) -> bool:
     """Whether a weights object holds a model's parameters; the names of an adapter's tensors start with PREFIX."""
-    return not next(iter(weights), PREFIX).startswith(PREFIX)
+    return bool(weights) and not any(name.startswith(PREFIX) for name in weights)
 
 
 class Parameters:

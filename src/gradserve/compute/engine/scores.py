@@ -15,7 +15,7 @@ from gradserve.compute.engine.attention import PackedLayout
 from gradserve.compute.engine.base import Base
 from gradserve.compute.engine.kernels import Kernels
 from gradserve.compute.engine.logprobs import log_softmax_
-from gradserve.compute.engine.lora import Route, Routing
+from gradserve.compute.engine.lora import VALUE_HEAD, Route, Routing, Tensors
 from gradserve.compute.engine.packing import Packed, join
 
 
@@ -25,10 +25,16 @@ class Wanted(NamedTuple):
     entropy: bool = False
     topk: int = 0
     hidden: bool = False
+    values: bool = False
 
     def union(self, other: Wanted) -> Wanted:
         """What serves both."""
-        return Wanted(self.entropy or other.entropy, max(self.topk, other.topk), self.hidden or other.hidden)
+        return Wanted(
+            self.entropy or other.entropy,
+            max(self.topk, other.topk),
+            self.hidden or other.hidden,
+            self.values or other.values,
+        )
 
 
 @dataclass(frozen=True)
@@ -36,17 +42,19 @@ class Scores:
     """float32, one row per packed token; N tokens, K targets, d the model's width.
 
     ``logprobs`` [N, K] of the targets; ``entropy`` [N] of the next token's distribution, nats; ``topk`` [N, k] the best
-    log-probs in descending order; ``hidden`` [N, d] what the head reads. Differentiable in a training pass.
+    log-probs in descending order; ``hidden`` [N, d] what the head reads; ``values`` [N] of the runs' own value heads.
+    Differentiable in a training pass.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
     topk: Tensor | None = None
     hidden: Tensor | None = None
+    values: Tensor | None = None
 
     def named(self) -> dict[str, Tensor]:
         """Those that there are, by name."""
-        found = {"logprobs": self.logprobs, "entropy": self.entropy, "topk": self.topk, "hidden": self.hidden}
+        found = {name: getattr(self, name) for name in ("logprobs", "entropy", "topk", "hidden", "values")}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def split(self, counts: list[int]) -> list[Scores]:
@@ -59,8 +67,14 @@ class Scores:
         return replace(self, logprobs=self.logprobs[:, :targets])
 
 
-def scores(base: Base, routing: Routing, packed: Packed, head_positions: int | None, wanted: Wanted) -> Scores:
-    """One forward pass. Differentiable where the adapters' tensors ask for it.
+Heads = list[tuple[Tensors, int]]
+"""The weights of each part of a pass and its number of tokens, in order; they may hold a value head."""
+
+
+def scores(
+    base: Base, routing: Routing, packed: Packed, head_positions: int | None, wanted: Wanted, heads: Heads
+) -> Scores:
+    """One forward pass. Differentiable where the tensors of adapters and value heads ask for it.
 
     ``head_positions`` tells into pieces of how many positions the head is cut, each computed twice; None: one piece.
     """
@@ -81,8 +95,23 @@ def scores(base: Base, routing: Routing, packed: Packed, head_positions: int | N
         logprobs=next(tensors),
         entropy=next(tensors) if wanted.entropy else None,
         topk=next(tensors) if wanted.topk else None,
-        hidden=hidden[: packed.count].float() if wanted.hidden else None,
+        # A view of its own: what the loss takes from the states directly is not what it takes through the values.
+        hidden=hidden[: packed.count].float().view(packed.count, -1) if wanted.hidden else None,
+        values=_values(hidden[: packed.count].float(), heads) if wanted.values else None,
     )
+
+
+def _values(hidden: Tensor, heads: Heads) -> Tensor:
+    """[N, d] -> [N]: each part by its own head, 0 where it has none."""
+    parts = torch.split(hidden, [count for _, count in heads])
+    return torch.cat([_value(part, weights) for part, (weights, _) in zip(parts, heads, strict=True)])
+
+
+def _value(hidden: Tensor, weights: Tensors) -> Tensor:
+    weight = weights.get(f"{VALUE_HEAD}weight")
+    if weight is None:
+        return hidden.new_zeros(len(hidden))
+    return (hidden @ weight[0]) + weights[f"{VALUE_HEAD}bias"]
 
 
 def _twice(head: Any, start: int, part: Tensor, targets: Tensor) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from gradserve.compute.engine.lora import Adapter, Tensors, route
 from gradserve.compute.engine.memory_plan import PLANS, Pass, Plan
 from gradserve.compute.engine.objectives import Objective, public_loss
 from gradserve.compute.engine.packing import Packed, bare, join, pack
-from gradserve.compute.engine.scores import Scores, Wanted, scores
+from gradserve.compute.engine.scores import Heads, Scores, Wanted, scores
 from gradserve.wire.data import Array, Row
 from gradserve.wire.errors import Invalid
 from gradserve.wire.results import ForwardBackwardResult
@@ -92,7 +92,8 @@ def _pass(base: Base, jobs: list[Job], backward: bool, plan: Plan, half_target: 
         base.recomputing(backward and plan.recompute),
     ):
         wanted = reduce(Wanted.union, (job.objective.wanted for job in jobs))
-        found = scores(base, routing, packed, plan.head_positions, wanted)
+        heads = [(own, job.packed.count) for own, job in zip(weights, jobs, strict=True)]
+        found = scores(base, routing, packed, plan.head_positions, wanted, heads)
         parts = found.split([job.packed.count for job in jobs])
         losses_found = [_loss(job, part) for job, part in zip(jobs, parts, strict=True)]
         if not backward:
@@ -110,7 +111,7 @@ def score(base: Base, weights: Tensors, rows: list[Row]) -> ForwardBackwardResul
 
 def evaluate(base: Base, job: Job, plan: Plan) -> tuple[Tensor, ForwardBackwardResult]:
     """The loss of one job under the base's parameters as they are, without an adapter. Raises Invalid."""
-    found = _loss(job, scores(base, [], job.packed, plan.head_positions, job.objective.wanted))
+    found = _loss(job, scores(base, [], job.packed, plan.head_positions, job.objective.wanted, _own_head(job)))
     if isinstance(found, Invalid):
         raise found
     return found.total, found.result
@@ -120,7 +121,11 @@ def score_job(base: Base, job: Job, plan: Plan) -> Scores:
     """What a job's objective reads, without a gradient."""
     routing = route([(Adapter.of(job.weights), job.packed.count)], base.device)
     with torch.no_grad(), base.routed(routing):
-        return scores(base, routing, job.packed, plan.head_positions, job.objective.wanted)
+        return scores(base, routing, job.packed, plan.head_positions, job.objective.wanted, _own_head(job))
+
+
+def _own_head(job: Job) -> Heads:
+    return [(job.weights, job.packed.count)]
 
 
 def check_loss(metrics: dict[str, float]) -> None:

@@ -54,7 +54,8 @@ async def create_model(call: Call) -> Response:
             objects = call.gateway.objects
             full_parameters_fit(facts, psutil.virtual_memory().available, objects.free_fast_bytes())
     else:
-        lora = lora_config(body.lora_config, call.gateway.settings.max_lora_rank, run_id)
+        value_head = body.gradserve is not None and body.gradserve.value_head
+        lora = lora_config(body.lora_config, call.gateway.settings.max_lora_rank, run_id, value_head=value_head)
     now = time.time()
     run = Run(
         id=run_id,

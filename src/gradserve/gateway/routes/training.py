@@ -20,7 +20,7 @@ from gradserve.gateway.submit import (
     open_run,
     submit_to_run,
 )
-from gradserve.gateway.validate.graph_inputs import graph_body
+from gradserve.gateway.validate.graph_inputs import check_values, graph_body
 from gradserve.gateway.validate.models import adam_params, known_model, only_adamw, sequence
 from gradserve.gateway.validate.training import training_body
 from gradserve.store.base import Run
@@ -41,7 +41,7 @@ async def forward_backward(call: Call) -> Response:
         seq = sequence(request.seq_id, "seq_id", 1)
         run = await open_run(call, request.model_id)
         facts = known_model(call.gateway.catalog, run.base, "model_id")
-        body = await _checked(call, request, facts, size)
+        body = await _checked(call, request, run, facts, size)
     except UserError as error:
         await consume(call, request.model_id, request.seq_id, "forward_backward", error)
         raise
@@ -63,10 +63,11 @@ async def _read(call: Call) -> tuple[TrainingRequest, int]:
         raise
 
 
-async def _checked(call: Call, request: TrainingRequest, facts: BaseFacts, size: int) -> ForwardBackward:
+async def _checked(call: Call, request: TrainingRequest, run: Run, facts: BaseFacts, size: int) -> ForwardBackward:
     """Large batches are checked beside the event loop, so that others' polls go on."""
     check = partial(training_body, request, facts, call.gateway.settings.max_body_bytes)
     if (found := await _graph(call, request)) is not None:
+        check_values(found[0], run.lora)
         check = partial(graph_body, request, facts, call.gateway.settings.max_body_bytes, *found)
     return await asyncio.to_thread(check) if size > _THREAD_ABOVE_BYTES else check()
 

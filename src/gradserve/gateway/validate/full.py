@@ -19,6 +19,13 @@ def trains_all_parameters(extension: ExtensionBody | None, lora: LoraBody | None
     """Whether create_model asks for that. Raises Invalid when it asks for adapters as well."""
     if extension is None or extension.parameters == "lora":
         return False
+    if extension.value_head:
+        raise Invalid(
+            "full.value_head",
+            "A value head is trained beside adapters only.",
+            field="gradserve.value_head",
+            fix="Send a lora_config, or leave value_head out.",
+        )
     if lora is not None:
         raise Invalid(
             "full.lora_config",

@@ -12,9 +12,9 @@ from gradserve.wire.codec import TrainingRequest
 from gradserve.wire.data import Array, Row
 from gradserve.wire.errors import Invalid
 from gradserve.wire.graph import Graph, Input
-from gradserve.wire.ops import ForwardBackward, graph_loss
+from gradserve.wire.ops import ForwardBackward, LoraConfig, graph_loss
 
-COMPUTED = frozenset({"logprobs", "mask", "lengths", "entropy", "topk_logprobs", "hidden"})
+COMPUTED = frozenset({"logprobs", "mask", "lengths", "entropy", "topk_logprobs", "hidden", "values"})
 """Names that the server fills; every other input comes with the rows."""
 _ALIASES = {"old_logprobs": "logprobs"}
 """The protocol calls the sampler's log-probs what a loss calls the new ones."""
@@ -41,8 +41,20 @@ def graph_body(
     read = [given for given in graph.inputs if given.name not in COMPUTED]
     rows = [_needed(i, row, read, graph) for i, row in enumerate(request.rows(max_dense_bytes))]
     check_tokens(rows, facts)
-    check_targets(rows, facts, wide=_rank(graph, next(g for g in graph.inputs if g.name == "logprobs")) == 2)
+    wide = any(given.name == "logprobs" and _rank(graph, given) == 2 for given in graph.inputs)
+    check_targets(rows, facts, wide)
     return ForwardBackward(rows, graph_loss(digest), {}, backward=not request.forward_only, whole=graph.over == "batch")
+
+
+def check_values(graph: Graph, lora: LoraConfig | None) -> None:
+    """Raises Invalid when a loss reads ``values`` of a run without a value head."""
+    if "values" in graph.names("input") and (lora is None or not lora.value_head):
+        raise Invalid(
+            "loss.no_value_head",
+            f"The loss {graph.name} reads values, and this run has no value head.",
+            field="loss_fn",
+            fix="Make the run by gradserve.create_lora_training_client(service, ..., value_head=True).",
+        )
 
 
 def _rank(graph: Graph, given: Input) -> int:

@@ -94,7 +94,7 @@ def seed_or_drawn(seed: int | None, field: str, scope: str, seq: int) -> int:
     return seed
 
 
-def lora_config(lora: LoraBody | None, max_rank: int, run_id: str) -> LoraConfig:
+def lora_config(lora: LoraBody | None, max_rank: int, run_id: str, *, value_head: bool = False) -> LoraConfig:
     """The adapters of a new run. Raises Invalid or Unsupported."""
     if lora is None:
         raise Unsupported(
@@ -117,7 +117,7 @@ def lora_config(lora: LoraBody | None, max_rank: int, run_id: str) -> LoraConfig
             fix="Switch on at least one.",
         )
     seed = seed_or_drawn(lora.seed, "lora_config.seed", run_id, 0)
-    return LoraConfig(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
+    return LoraConfig(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed, value_head)
 
 
 def only_adamw(config: dict[str, Any] | None, field: str) -> None:

@@ -12,11 +12,16 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gradserve.compute.checkpoints import adapter_config, pretty
+from gradserve.compute.engine import tensorfile
 from gradserve.compute.engine.export.parity import load_model
+from gradserve.compute.engine.lora import VALUE_HEAD
 from gradserve.compute.exports import CannotExport, DType, Source
 
 WEIGHTS = "adapter_model.safetensors"
+HEAD = "value_head.safetensors"
 
 
 def dtype_of(source: Source, asked: DType | None) -> DType:
@@ -40,15 +45,29 @@ def dtype_of(source: Source, asked: DType | None) -> DType:
 def write(source: Source, dtype: DType, folder: Path) -> list[str]:
     """Write the folder; returns what its user should know."""
     assert source.lora is not None
-    shutil.copyfile(source.weights, folder / WEIGHTS)
+    notes = []
+    if source.lora.value_head:
+        notes.append(_apart(source.weights, folder))
+    else:
+        shutil.copyfile(source.weights, folder / WEIGHTS)
     (folder / "adapter_config.json").write_bytes(pretty(adapter_config(source.base.name, source.lora)))
     if not source.lora.train_unembed:
-        return []
+        return notes
     return [
+        *notes,
         "lm_head carries an adapter: vLLM applies it to llama and qwen3 models and refuses it for mistral and qwen2. "
         "With tied embeddings do not call peft's merge_and_unload, which would change the embedding too: "
-        "export --format merged instead."
+        "export --format merged instead.",
     ]
+
+
+def _apart(weights: Path, folder: Path) -> str:
+    """The adapter and the value head in files of their own: PEFT has no place for the latter."""
+    tensors, metadata = tensorfile.load(weights, torch.device("cpu"))
+    for file, inside in ((WEIGHTS, False), (HEAD, True)):
+        kept = {name: tensor for name, tensor in tensors.items() if name.startswith(VALUE_HEAD) == inside}
+        (folder / file).write_bytes(tensorfile.dump(kept, metadata))
+    return f"the value head is in {HEAD}: value = hidden @ weight[0] + bias, of what the output layer reads."
 
 
 def load(source: Source, folder: Path) -> Any:
