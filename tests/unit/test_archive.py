@@ -177,9 +177,7 @@ def test_a_damaged_object_is_not_uploaded(objects: ObjectStore, archive: Archive
     assert not archive.has(digest)
 
 
-@pytest.mark.parametrize(
-    "url", ["file", "halfway", "s3"], indirect=True
-)  # fsspec's memory shows half files
+@pytest.mark.parametrize("url", ["file", "halfway", "s3"], indirect=True)  # fsspec's memory shows half files
 def test_two_writers_of_one_digest(url: str, file: Path, tmp_path: Path) -> None:
     failures: list[BaseException] = []
     together = threading.Barrier(4)
