@@ -21,7 +21,7 @@ from gradserve.store import schema
 from gradserve.store.base import Checkpoint, Run, Store, StoreError
 from gradserve.store.sql import SqlStore
 from gradserve.store.tables import metadata
-from tests.contract.store_cases import a_checkpoint, a_run, an_op, create_run, on_store, write_checkpoint
+from tests.contract.store_cases import a_checkpoint, a_line, a_run, an_op, create_run, on_store, write_checkpoint
 
 
 def _migrated(path: Path, *revisions: str) -> Connection:
@@ -122,6 +122,24 @@ def test_rows_of_the_first_version_stay_and_full_runs_fit_beside_them(tmp_path: 
         assert made.lora is None
         await write_checkpoint(store, a_checkpoint(run_id="full", lora=None))
         assert (await store.list_checkpoints(None, "full", 9, 0))[0][0].lora is None
+
+    asyncio.run(on_store(SqlStore.at(path), use))
+
+
+def test_a_bill_of_the_schema_before_stays_as_it_is(tmp_path: Path) -> None:
+    """0005 adds steps of environments to the ledger: older lines had none, and their sum is the same."""
+    path = tmp_path / "gradserve.db"
+    old = _migrated(path, "0004")
+    line = a_line(1, "0.000001", sample_tokens=7)
+    with old.begin():
+        then = {name: value for name, value in asdict(line).items() if name != "env_steps"}
+        old.execute(sa.insert(metadata.tables["ledger"]), then)
+    old.close()
+
+    async def use(store: Store) -> None:
+        assert (await store.ledger_lines(None, None, 9, 0))[0] == [line]
+        total = await store.ledger_total(None)
+        assert (total.amount_usd, total.sample_tokens, total.env_steps) == (line.amount_usd, 7, 0)
 
     asyncio.run(on_store(SqlStore.at(path), use))
 
