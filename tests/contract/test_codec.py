@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -257,3 +259,23 @@ def test_json_tokens() -> None:
     for far in (2**31, -(2**40), 2**70):
         with pytest.raises(OverflowError):
             codec.decode_json_tokens([[1, far]])
+
+
+_DIGEST = """
+import hashlib, sys
+from gradserve.wire import codec
+from gradserve.wire.ops import ForwardBackward, encode_body
+rows = codec.decode_forward_backward(sys.stdin.buffer.read()).rows()
+print(hashlib.sha256(encode_body(ForwardBackward(rows, "loss", {}))).hexdigest())
+"""
+
+
+def test_a_request_is_the_same_in_every_process() -> None:
+    """A protobuf map has another order in each process; a request that is sent again after a restart must be known."""
+    inputs = {f"input_{number}": types.TensorData(data=[0.5], dtype="float32", shape=[1]) for number in range(12)}
+    sent = sdk_request([datum([[5]], target_tokens=types.TensorData(data=[5], dtype="int64", shape=[1]), **inputs)])
+    decoded = {
+        subprocess.run([sys.executable, "-c", _DIGEST], input=sent, capture_output=True, check=True).stdout
+        for _ in range(4)
+    }
+    assert len(decoded) == 1

@@ -112,9 +112,11 @@ class _Budget:
 def _row(index: int, datum: pb.Datum, budget: _Budget) -> Row:
     tokens = _tokens(index, datum)
     length = len(tokens) // 4
+    # A protobuf map has no order: another process may iterate over the same bytes in another one. Sorted, so that a
+    # request that is sent again after a restart is the same request.
     inputs = {
-        name: _array(tensor, f"data[{index}].loss_fn_inputs.{name}", index, length, budget)
-        for name, tensor in datum.loss_fn_inputs.items()
+        name: _array(datum.loss_fn_inputs[name], f"data[{index}].loss_fn_inputs.{name}", index, length, budget)
+        for name in sorted(datum.loss_fn_inputs)
     }
     return Row(tokens=tokens, inputs=inputs)
 
