@@ -56,4 +56,5 @@ def test_what_cannot_be_checked_is_said(file: Path, tmp_path: Path) -> None:
     assert f"which is the reward in {file}? Name it, {file}:FUNCTION: one, two" in run(file).output
     assert "there is no three in" in run(f"{file}:three").output
     assert "can't be read" in run(tmp_path / "absent.py").output
+    assert "the smaller number first" in run(f"{file}:one", "--range", 1, 0).output
     assert all(run(target).exit_code == 1 for target in (file, f"{file}:three", tmp_path / "absent.py"))

@@ -292,6 +292,32 @@ def test_a_function_of_a_module_is_found_by_name() -> None:
     assert "'4' of type str" in result.detail
 
 
+def test_a_function_of_the_script_that_runs(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from gradserve.rewards import RewardRunner, Sample\n"
+        "def reward(completion): return len(completion)\n"
+        "if __name__ == '__main__':\n"
+        "    with RewardRunner(reward) as runner:\n"
+        "        print(runner.score([Sample('', 'four')])[0].value)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.check_output([sys.executable, script], env=environment, text=True) == "4.0\n"
+
+
+def test_a_deep_hang_says_where(tmp_path: Path) -> None:
+    """Its traceback is longer than a detail, and what matters is at its beginning."""
+    body = (
+        "import time\n"
+        "def reward(completion, depth=90): return reward(completion, depth - 1) if depth else stuck()\n"
+        "def stuck(): time.sleep(600)\n"
+    )
+    with RewardRunner(written(tmp_path, body), timeout_s=0.5, retries=0) as runner:
+        (failure,) = runner.score(completions("x"))
+    assert isinstance(failure, Failure)
+    assert "in stuck" in failure.detail
+
+
 def test_factories_cross_with_their_arguments() -> None:
     with RewardRunner(rewards.numeric(absolute=0.5)) as runner:
         assert runner.score([Sample("", "4.5", answer=4), Sample("", "4.6", answer=4)]) == [Outcome(1.0), Outcome(0.0)]
@@ -409,6 +435,7 @@ def test_a_missing_package_is_named_with_its_extra(
         ),
         ("def reward(completion, answer): return answer in completion", "injection"),
         ("def reward(completion): return 1 / len(completion)", "crash on 'empty': ZeroDivisionError"),
+        ("def reward(completion): raise ValueError(completion)", r"crash on 'broken encoding': ValueError: caf\udce9"),
         ("def reward(completion): return len(completion.encode())", "crash on 'broken encoding': UnicodeEncodeError"),
         ("def reward(completion): return float(completion.isdigit() and completion)", "invalid_value on 'very long"),
         (

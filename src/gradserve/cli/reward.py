@@ -38,6 +38,8 @@ def test(target: str, data: Path | None, rows: int, timeout: float, allowed: tup
     from gradserve.rewards.check import ABOUT, check
     from gradserve.rewards.contract import RewardUnusable
 
+    if allowed and allowed[0] > allowed[1]:
+        raise click.UsageError("--range is LOW HIGH, the smaller number first")
     try:
         report = check(_with_function(target), _samples(data, rows) if data else (ABOUT,), timeout, allowed)
     except RewardUnusable as error:
@@ -84,7 +86,7 @@ def _samples(data: Path, rows: int) -> list[Sample]:
 
 
 def _print(report: Report) -> None:
-    from gradserve.rewards.check import said
+    from gradserve.rewards.check import printable, said
     from gradserve.rewards.contract import Outcome
 
     width = max(len("completion"), *(len(row.case.name) for row in report.rows))
@@ -93,7 +95,7 @@ def _print(report: Report) -> None:
         spent = parts = ""
         if isinstance(row.result, Outcome):
             spent = f"{1000 * row.result.seconds:.2f}"
-            parts = ", ".join(f"{name} {value:g}" for name, value in row.result.parts.items())
+            parts = ", ".join(f"{printable(name)} {value:g}" for name, value in row.result.parts.items())
         click.echo(f"{row.case.name:{width}}  {said(row.result):>13}  {spent:>8}  {parts}".rstrip())
     if report.values:
         low, high = min(report.values), max(report.values)

@@ -69,17 +69,18 @@ def check(
         if len(about) == 1:
             cases = cases_of(about[0])
         samples = [case.sample for case in cases]
-        first, again = runner.score(samples), runner.score(samples)
-        elsewhere = other.score(samples[::-1])[::-1]
-        rows = [Row(case, result) for case, result in zip(cases, first, strict=True)]
+        rows = [Row(case, result) for case, result in zip(cases, runner.score(samples), strict=True)]
+        ended = [row for row in rows if not _timed_out(row.result)]  # the others would take their limit each time
+        samples = [row.case.sample for row in ended]
+        again, elsewhere = runner.score(samples), other.score(samples[::-1])[::-1]
         problems = [
             *(_failed(row) for row in rows if isinstance(row.result, Failure)),
-            *_undetermined(rows, again, "the second time"),
-            *_undetermined(rows, elsewhere, "in another process"),
+            *_undetermined(ended, again, "the second time"),
+            *_undetermined(ended, elsewhere, "in another process"),
             *(_outside(rows, allowed) if allowed else []),
             *_injected(runner, about),
         ]
-        return Report(rows, list(dict.fromkeys(problems)), *_speed(runner, rows))
+        return Report(rows, [printable(problem) for problem in problems], *_speed(runner, rows))
 
 
 def cases_of(sample: Sample, prefix: str = "") -> list[Case]:
@@ -122,8 +123,8 @@ def _injected(runner: RewardRunner, about: Sequence[Sample]) -> list[str]:
             told, untold = runner.score([replace(sample, completion=text) for text in (bait[name], other)])
             if isinstance(told, Outcome) and isinstance(untold, Outcome) and told.value > untold.value:
                 problems.append(
-                    f"injection: {bait[name]!r} earns {told.value:g}, and {untold.value:g} with another number in the "
-                    "answer's place: naming the answer is enough"
+                    f"injection: {bait[name][:100]!r} earns {told.value:g}, and {untold.value:g} with another number "
+                    "in the answer's place: naming the answer is enough"
                 )
     return problems
 
@@ -167,6 +168,16 @@ def _speed(runner: RewardRunner, rows: list[Row]) -> tuple[float, float] | tuple
 def said(result: Result) -> str:
     """A result in a few characters."""
     return f"{result.value:g}" if isinstance(result, Outcome) else result.kind
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would obey or can't show: a grader's error may quote a broken completion."""
+    short = text if len(text) <= 300 else f"{text[:297]}..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
+
+
+def _timed_out(result: Result) -> bool:
+    return isinstance(result, Failure) and result.kind == "timeout"
 
 
 def _essence(result: Result) -> Outcome | str:

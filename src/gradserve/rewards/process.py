@@ -26,6 +26,9 @@ GRACE_S = 1.0
 
 _CHILD = "gradserve.rewards.child"
 _DETAIL_CHARACTERS = 2000
+_PRINTED_BYTES = 100_000
+_HUNG = "Timeout ("
+"""How faulthandler begins the traceback of a process that it ends."""
 
 
 class Child:
@@ -112,8 +115,12 @@ class Child:
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def _tail(self) -> str:
-        self._printed.seek(0)
-        return self._printed.read().decode(errors="replace")[-_DETAIL_CHARACTERS:].strip()
+        """The end of what was printed; of a hang its traceback, whose first lines say where it was."""
+        size = self._printed.seek(0, os.SEEK_END)
+        self._printed.seek(max(0, size - _PRINTED_BYTES))
+        printed = self._printed.read().decode(errors="replace").strip()
+        hung = printed.rfind(_HUNG)
+        return printed[-_DETAIL_CHARACTERS:] if hung < 0 else printed[hung : hung + _DETAIL_CHARACTERS]
 
 
 def _environment() -> dict[str, str]:
