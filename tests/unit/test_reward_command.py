@@ -43,7 +43,8 @@ def test_a_reward_with_faults(file: Path) -> None:
 
 def test_the_users_own_rows(file: Path, tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
-    data.write_text("\n".join(json.dumps({"prompt": "p", "completion": "a", "answer": right}) for right in "ab") + "\n")
+    rows = [{"prompt": "of two\u2028lines", "completion": "a", "answer": right} for right in "ab"]
+    data.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n", encoding="utf-8")
     result = run(file, "--data", data, "--range", 0, 1)
     assert "wrong: out of range on '1: as given': 1.5 is not in [0, 1]" in result.output
     assert "'2: as given'" not in result.output

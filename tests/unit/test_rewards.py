@@ -318,6 +318,12 @@ def test_a_deep_hang_says_where(tmp_path: Path) -> None:
     assert "in stuck" in failure.detail
 
 
+def test_a_process_that_cannot_be_replaced_is_no_failure_of_a_sample(tmp_path: Path) -> None:
+    body = "import os\ndef reward(completion):\n    os.remove(__file__)\n    os._exit(1)\n"
+    with RewardRunner(written(tmp_path, body), retries=1) as runner, pytest.raises(RewardUnusable, match="no file"):
+        runner.score(completions("x"))
+
+
 def test_factories_cross_with_their_arguments() -> None:
     with RewardRunner(rewards.numeric(absolute=0.5)) as runner:
         assert runner.score([Sample("", "4.5", answer=4), Sample("", "4.6", answer=4)]) == [Outcome(1.0), Outcome(0.0)]
@@ -435,6 +441,7 @@ def test_a_missing_package_is_named_with_its_extra(
         ),
         ("def reward(completion, answer): return answer in completion", "injection"),
         ("def reward(completion): return 1 / len(completion)", "crash on 'empty': ZeroDivisionError"),
+        ("seen = []\ndef reward(completion): seen.append(1); return len(seen)", "not deterministic*the second time"),
         ("def reward(completion): raise ValueError(completion)", r"crash on 'broken encoding': ValueError: caf\udce9"),
         ("def reward(completion): return len(completion.encode())", "crash on 'broken encoding': UnicodeEncodeError"),
         ("def reward(completion): return float(completion.isdigit() and completion)", "invalid_value on 'very long"),

@@ -27,7 +27,9 @@ def reward() -> None:
     help="JSONL with prompt, completion, answer and state, to check on; default: one built-in sum.",
 )
 @click.option("--rows", default=5, show_default=True, type=click.IntRange(min=1), help="Rows of --data to check on.")
-@click.option("--timeout", default=5.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Of a call.")
+@click.option(
+    "--timeout", default=5.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Seconds for a call."
+)
 @click.option("--range", "allowed", nargs=2, type=float, metavar="LOW HIGH", help="Where every reward must lie.")
 def test(target: str, data: Path | None, rows: int, timeout: float, allowed: tuple[float, float] | None) -> None:
     """Score edge cases with FILE's FUNCTION (default: reward, or the only one there) and print what came of them.
@@ -70,7 +72,7 @@ def _with_function(target: str) -> str:
 def _samples(data: Path, rows: int) -> list[Sample]:
     from gradserve.rewards.contract import Sample
 
-    lines = [line for line in data.read_text(encoding="utf-8").splitlines() if line.strip()][:rows]
+    lines = [line for line in data.read_text(encoding="utf-8").split("\n") if line.strip()][:rows]
     samples = []
     for number, line in enumerate(lines, 1):
         try:

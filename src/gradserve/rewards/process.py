@@ -112,7 +112,10 @@ class Child:
     def _ended(self) -> str:
         self._kill()
         code = self._process.wait()
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if code >= 0:
+            return f"exit code {code}"
+        name = signal.Signals(-code).name
+        return f"{name} (memory ran out, somebody killed it, or it closed its pipes)" if name == "SIGKILL" else name
 
     def _tail(self) -> str:
         """The end of what was printed; of a hang its traceback, whose first lines say where it was."""
