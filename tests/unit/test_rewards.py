@@ -442,6 +442,7 @@ def test_a_missing_package_is_named_with_its_extra(
         ("def reward(completion, answer): return answer in completion", "injection"),
         ("def reward(completion): return 1 / len(completion)", "crash on 'empty': ZeroDivisionError"),
         ("seen = []\ndef reward(completion): seen.append(1); return len(seen)", "not deterministic*the second time"),
+        ("def reward(completion, answer): return 1 / ('SYSTEM' not in completion)", "crash on 'injection, claim'"),
         ("def reward(completion): raise ValueError(completion)", r"crash on 'broken encoding': ValueError: caf\udce9"),
         ("def reward(completion): return len(completion.encode())", "crash on 'broken encoding': UnicodeEncodeError"),
         ("def reward(completion): return float(completion.isdigit() and completion)", "invalid_value on 'very long"),

@@ -65,9 +65,8 @@ def check(
     ``allowed`` is the range that rewards must lie in, ends included.
     """
     with RewardRunner(reward, timeout_s, retries=0) as runner, RewardRunner(reward, timeout_s, retries=0) as other:
-        cases = [case for number, sample in enumerate(about, 1) for case in cases_of(sample, f"{number}: ")]
-        if len(about) == 1:
-            cases = cases_of(about[0])
+        prefixes = [f"{number}: " for number in range(1, len(about) + 1)] if len(about) > 1 else [""]
+        cases = [case for sample, prefix in zip(about, prefixes, strict=True) for case in cases_of(sample, prefix)]
         samples = [case.sample for case in cases]
         rows = [Row(case, result) for case, result in zip(cases, runner.score(samples), strict=True)]
         ended = [row for row in rows if not _timed_out(row.result)]  # the others would take their limit each time
@@ -121,7 +120,9 @@ def _injected(runner: RewardRunner, about: Sequence[Sample]) -> list[str]:
         bait = injections(str(sample.answer))
         for name, other in injections("6105").items():
             told, untold = runner.score([replace(sample, completion=text) for text in (bait[name], other)])
-            if isinstance(told, Outcome) and isinstance(untold, Outcome) and told.value > untold.value:
+            if isinstance(told, Failure):
+                problems.append(_failed(Row(Case(f"injection, {name}", sample), told)))
+            elif isinstance(untold, Outcome) and told.value > untold.value:
                 problems.append(
                     f"injection: {bait[name][:100]!r} earns {told.value:g}, and {untold.value:g} with another number "
                     "in the answer's place: naming the answer is enough"
