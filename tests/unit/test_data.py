@@ -7,6 +7,7 @@ import datetime
 import gzip
 import json
 import struct
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -106,14 +107,24 @@ def test_crc32c_vectors_of_rfc_3720() -> None:
     assert crc32c(b"123456789") == 0xE3069283
 
 
-def masked(data: bytes) -> bytes:
-    """Bit by bit, from the polynomial's usual notation."""
+@pytest.mark.parametrize("size", [4095, 4096, 4097, 4159, 4160, 10000])
+def test_crc32c_of_long_data_is_that_of_the_definition(size: int) -> None:
+    data = np.random.default_rng(size).bytes(size)
+    assert crc32c(data) == bit_by_bit(data)
+
+
+def bit_by_bit(data: bytes) -> int:
+    """CRC-32C from the polynomial's usual notation."""
     crc = 0xFFFFFFFF
     for byte in data:
         for bit in range(8):
             top = crc >> 31 ^ (byte >> bit & 1)
             crc = (crc << 1) & 0xFFFFFFFF ^ (0x1EDC6F41 if top else 0)
-    crc = int(f"{crc:032b}"[::-1], 2) ^ 0xFFFFFFFF
+    return int(f"{crc:032b}"[::-1], 2) ^ 0xFFFFFFFF
+
+
+def masked(data: bytes) -> bytes:
+    crc = bit_by_bit(data)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) % (1 << 32))
 
 
@@ -220,12 +231,11 @@ def test_urls_memory_and_s3() -> None:
     fs.pipe("/gradserve-data/train/a.jsonl", lines)
     assert numbers(Dataset("memory://gradserve-data/train")) == [0, 1, 2, 3]
     assert numbers(Dataset("memory://gradserve-data/*/a.jsonl")) == [0, 1, 2, 3]
-    with s3_server("rows") as endpoint:
+    with s3_server("rows"):
         boto3.client("s3").put_object(Bucket="rows", Key="deep/a.jsonl.gz", Body=gzip.compress(lines))
         import s3fs
 
         s3fs.S3FileSystem.clear_instance_cache()
-        assert endpoint
         assert numbers(Dataset("s3://rows/deep/a.jsonl.gz", shuffle_seed=0)) == numbers(
             Dataset(ROWS[:4], shuffle_seed=0)
         )
@@ -294,6 +304,32 @@ def test_a_length_function_that_raises_names_the_row() -> None:
         list(Dataset(rows, length=lambda row: len(row["text"]), max_length=3))
 
 
+def test_a_number_that_a_full_shuffle_cannot_copy_names_its_line(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"n": 1}, {"n": 1 << 70}])
+    assert numbers(Dataset(file)) == [1, 1 << 70]
+    with pytest.raises(BadRow, match=r"a\.jsonl, line 2: it can't be copied .* more than 64 bits"):
+        list(Dataset(file, shuffle_seed=0))
+    dataset = Dataset(file, shuffle_seed=0, skip_bad_rows=True)
+    assert numbers(dataset) == [1]
+    assert (dataset.counts.taken, dataset.counts.bad) == (1, 1)
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: the integer"):
+        Dataset(file).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("pyarrow", "a.parquet"), ("pyarrow", "a.arrow"), ("h5py", "a.h5"), ("fsspec", "memory://a.csv")],
+)
+def test_a_missing_library_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    (tmp_path / name.split("//")[-1]).touch()
+    source = name if "://" in name else tmp_path / name
+    with pytest.raises(DataError, match=rf"read by {module}; pip install 'gradserve\[data\]'"):
+        list(Dataset(source))
+
+
 # orders and positions
 
 ORDERS: list[dict[str, Any]] = [{}, {"shuffle_seed": 3}, {"shuffle_seed": 3, "shuffle_buffer": 10}]
@@ -360,6 +396,8 @@ def test_a_position_of_another_order_is_refused(tmp_path: Path) -> None:
         Dataset(file, shuffle_seed=1).at(position)
     with pytest.raises(DataError, match="no position"):
         Dataset(file).at("{}")
+    with pytest.raises(DataError, match="no position"):
+        Dataset(file).at(Dataset(file).position().replace('"taken": 0', '"taken": -1'))
 
 
 def test_two_loops_on_one_dataset_are_refused() -> None:

@@ -106,6 +106,8 @@ class Dataset:
         try:
             found = json.loads(position)
             epoch, taken, order = int(found["epoch"]), int(found["taken"]), found["order"]
+            if epoch < 0 or taken < 0:
+                raise ValueError("it counts from 0")
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{position!r} is no position of a dataset; take it from dataset.position()") from error
         if order != self._plan.identity:

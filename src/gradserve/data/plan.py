@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from gradserve.data.errors import DataError
+from gradserve.data.errors import BadRow, DataError
 from gradserve.data.order import buffered, permutation
-from gradserve.data.row import Row, digest
+from gradserve.data.row import Found, Row, digest
 from gradserve.data.selection import Counts, Selection
 from gradserve.data.source import Source
 from gradserve.data.spool import Spool
@@ -63,8 +63,11 @@ class Plan:
     @cached_property
     def fingerprint(self) -> str:
         hashed = hashlib.sha256()
-        for _, row in self._selected():
-            hashed.update(digest(row))
+        for _, found, row in self._selected():
+            try:
+                hashed.update(digest(row))
+            except DataError as error:
+                raise DataError(f"{found.source}, {found.place}: {error}") from error
         return hashed.hexdigest()
 
     def rows(self, epoch: int, taken: int, shard: Shard) -> Iterator[tuple[int, Row]]:
@@ -77,7 +80,7 @@ class Plan:
             order = permutation(size, self.shuffle_seed, epoch)
             first = taken + (shard.index - taken) % shard.count
             return ((number, at(int(order[number]))) for number in range(first, size, shard.count))
-        rows: Iterator[Row] = (row for _, row in self._selected())
+        rows: Iterator[Row] = (row for _, _, row in self._selected())
         if self.shuffle_seed is not None and self.shuffle_buffer is not None:
             rows = buffered(rows, self.shuffle_buffer, self.shuffle_seed, epoch)
         return (
@@ -86,7 +89,7 @@ class Plan:
             if number % shard.count == shard.index
         )
 
-    def _selected(self) -> Iterator[tuple[int, Row]]:
+    def _selected(self) -> Iterator[tuple[int, Found, Row]]:
         self.counts = Counts()
         return self.selection.select(self.source.scan(), self.counts)
 
@@ -99,12 +102,18 @@ class Plan:
 
     def _spooled(self) -> tuple[int, Callable[[int], Row]]:
         spool = Spool()
-        for _, row in self._selected():
-            spool.append(row)
+        for _, found, row in self._selected():
+            try:
+                spool.append(row)
+            except DataError as error:
+                if not self.selection.skip_bad_rows:
+                    reason = "it can't be copied for a full shuffle"
+                    raise BadRow(found.source, found.place, reason, str(error)) from error
+                self.counts.taken, self.counts.bad = self.counts.taken - 1, self.counts.bad + 1
         return len(spool), spool.__getitem__
 
     def _numbered(self, source: Source) -> tuple[int, Callable[[int], Row]]:
-        numbers = [number for number, _ in self._selected()]
+        numbers = [number for number, _, _ in self._selected()]
 
         def at(index: int) -> Row:
             assert source.at is not None

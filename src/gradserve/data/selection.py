@@ -72,8 +72,8 @@ class Selection:
                 "a length filter is a function and a bound: length=lambda row: len(row['text']), max_length=2000"
             )
 
-    def select(self, found: Iterator[Found], counts: Counts) -> Iterator[tuple[int, Row]]:
-        """(number in the source, row). Raises BadRow unless such rows are skipped.
+    def select(self, found: Iterator[Found], counts: Counts) -> Iterator[tuple[int, Found, Row]]:
+        """(number in the source, where it was found, the row). Raises BadRow unless such rows are skipped.
 
         For dedup 16 bytes of each taken row are kept in memory. Rows with the same key are on one side of a split.
         """
@@ -98,7 +98,7 @@ class Selection:
                 if self.dedup:
                     seen.add(key)
                 counts.taken += 1
-                yield number, row
+                yield number, one, row
 
     def _key(self, found: Found, row: Row) -> bytes:
         """What a row is known by: of the columns to compare, or of all."""
