@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import gradserve
 from gradserve.cli import main
 from gradserve.data import BadRow, DataError, Dataset, contamination
 from gradserve.data.formats.crc32c import crc32c
@@ -222,6 +223,27 @@ def test_folders_globs_and_named_parts(tmp_path: Path) -> None:
         Dataset(tmp_path / "absent.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("names", "split", "expected"),
+    [
+        (["train/sub/a", "test/sub/a"], "train", [0]),
+        (["train/sub/a", "test/sub/a"], "test[:100%]", [1]),
+        (["train/a", "train/test"], "train", [0]),
+        (["train/a", "train/test"], "test", [1]),
+        (["a", "b"], "train", [0, 1]),
+        (["mine-0", "other-1"], "mine", [0]),
+    ],
+)
+def test_the_nearest_name_says_what_a_file_is_for(
+    tmp_path: Path, names: list[str], split: str, expected: list[int]
+) -> None:
+    for number, name in enumerate(names):
+        file = tmp_path / f"{name}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        jsonl(file, [{"n": number}])
+    assert numbers(Dataset(tmp_path, split=split)) == expected
+
+
 def test_urls_memory_and_s3() -> None:
     import boto3
     import fsspec
@@ -254,6 +276,7 @@ class Columns:
 
 
 def test_sources_that_are_no_files() -> None:
+    assert gradserve.Dataset is Dataset
     assert numbers(Dataset(Columns())) == [0, 1, 2]
     assert numbers(Dataset({"train": Columns(), "test": ROWS[7:]}, split="test")) == list(range(7, 100))
     assert numbers(Dataset(lambda: iter(ROWS[:2]))) == [0, 1]

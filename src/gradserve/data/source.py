@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import PurePath, PurePosixPath
 from typing import Any
 
 from gradserve.data.errors import BadRow, DataError
@@ -55,23 +57,32 @@ def _of_files(files: list[File]) -> Source:
 
 
 def _part_of(files: list[File], part: str) -> list[File]:
-    named = {name: [file for file in files if name in _words(file)] for name in {*_PARTS, part} - {""}}
-    there = sorted(name for name, of_it in named.items() if of_it)
+    named = _by_part(files, {*_PARTS, part} - {""})
+    there = sorted(name for name in named if name)
     if not part:
         if len(files) > 1 and len(there) > 1:
             raise DataError(f"the files have the parts {', '.join(there)}; choose one, e.g. split='{there[0]}'")
         return files
-    if named[part]:
+    if part in named:
         return named[part]
     if part == "train" and (len(files) == 1 or not there):
         return files
     raise DataError(f"no file is named {part!r}; there are {', '.join(there) or 'no named parts'}")
 
 
-def _words(file: File) -> set[str]:
-    """Of ``data/test/part-0.csv`` and ``data/test-00000-of-00002.parquet`` one is "test"."""
-    path = PurePosixPath(file.name)
-    return {path.parent.name, path.name.split(".")[0].split("-")[0].split("_")[0]}
+def _by_part(files: list[File], names: set[str]) -> dict[str, list[File]]:
+    """Of ``data/test/0.csv`` and ``data/test-00000-of-00002.parquet`` the part is "test"; "" has those of none.
+
+    A file's own name goes before its folders', the inner ones first, out to the folder that all files are in.
+    """
+    paths = [PurePath(file.name) for file in files]
+    by_depth = zip(*(path.parent.parts for path in paths), strict=False)  # as deep as the file nearest to the root
+    common = len(list(itertools.takewhile(lambda folders: len(set(folders)) == 1, by_depth)))
+    parts: dict[str, list[File]] = {}
+    for file, path in zip(files, paths, strict=True):
+        words = [re.split(r"[-_.]", path.name)[0], *reversed(path.parent.parts[max(0, common - 1) :])]
+        parts.setdefault(next((word for word in words if word in names), ""), []).append(file)
+    return parts
 
 
 def _member(source: Mapping[str, Any], part: str) -> Any:
