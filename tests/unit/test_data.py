@@ -247,6 +247,7 @@ def test_the_nearest_name_says_what_a_file_is_for(
 def test_urls_memory_and_s3() -> None:
     import boto3
     import fsspec
+    import s3fs
 
     lines = "".join(json.dumps(row) + "\n" for row in ROWS[:4]).encode()
     fs = fsspec.filesystem("memory")
@@ -255,14 +256,13 @@ def test_urls_memory_and_s3() -> None:
     assert numbers(Dataset("memory://gradserve-data/*/a.jsonl")) == [0, 1, 2, 3]
     with s3_server("rows"):
         boto3.client("s3").put_object(Bucket="rows", Key="deep/a.jsonl.gz", Body=gzip.compress(lines))
-        import s3fs
-
         s3fs.S3FileSystem.clear_instance_cache()
         assert numbers(Dataset("s3://rows/deep/a.jsonl.gz", shuffle_seed=0)) == numbers(
             Dataset(ROWS[:4], shuffle_seed=0)
         )
         with pytest.raises(DataError, match="s3://rows/absent"):
             Dataset("s3://rows/absent.jsonl")
+    s3fs.S3FileSystem.clear_instance_cache()  # those kept would ask this server, which is gone, in the next test
 
 
 class Columns:
