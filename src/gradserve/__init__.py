@@ -16,13 +16,20 @@ if TYPE_CHECKING:
     from gradserve.compiler.foreign import jax_loss, numpy_loss, tensorflow_loss
     from gradserve.compiler.losses import loss
     from gradserve.compute.engine.graphs.module import load_module
+    from gradserve.data.contamination import contamination
+    from gradserve.data.dataset import Dataset
+    from gradserve.data.errors import BadRow, DataError
 
 __version__ = "0.1.0"
 __all__ = [
+    "BadRow",
+    "DataError",
+    "Dataset",
     "ModuleClient",
     "PPOTrainer",
     "__version__",
     "connect",
+    "contamination",
     "create_full_training_client",
     "create_lora_training_client",
     "fit",
@@ -37,9 +44,13 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BadRow": "data.errors",
+    "DataError": "data.errors",
+    "Dataset": "data.dataset",
     "ModuleClient": "client.modules",
     "PPOTrainer": "algorithms.ppo",
     "connect": "client.connect",
+    "contamination": "data.contamination",
     "create_full_training_client": "client.full",
     "create_lora_training_client": "client.full",
     "fit": "algorithms.fit",

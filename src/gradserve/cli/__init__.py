@@ -24,6 +24,7 @@ _COMMANDS = {
     "lineage": "Show where the weights of a run come from.",
     "export": "Write a checkpoint as PEFT, merged model, GGUF or ONNX; or all that a tenant owns.",
     "restore": "Bring a data directory back from the archive alone.",
+    "data": "Look at training data before it is paid for.",
     "reward": "Check a reward function before a token is spent.",
     "import": "Make a PEFT adapter a checkpoint to train on from.",
 }
