@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from gradserve.store.base import IdentityConflict, Page, RunUpdate, Store
+from gradserve.wire.ops import CreateModule, PutTrajectory, encode_body
 from tests.contract.store_cases import (
     NOW,
     PROBLEM,
@@ -18,6 +19,7 @@ from tests.contract.store_cases import (
     a_sample_body,
     a_sampler,
     a_session,
+    a_version,
     an_op,
     create_run,
     each_store,
@@ -242,6 +244,27 @@ async def test_live_digests_are_all_that_anything_refers_to(store: Store) -> Non
     await store.settle(end(waiting))
     await store.delete_checkpoint("acme", "r", "weights", "c")
     assert await store.live_digests() == everything - {"sample-w", "checkpoint-w", "checkpoint-m"}
+
+
+@each_store
+async def test_what_clients_sent_as_objects_stays_as_long_as_a_replay_needs_it(store: Store) -> None:
+    """A module's first weights, and trajectories, are in no row of the run once a step has replaced them."""
+    run = (await create_run(store)).id
+    sent = {
+        1: an_op(1, run, "create_module", run_id=run, body=encode_body(CreateModule("g", "module-w"))),
+        2: an_op(2, run, "put_trajectory", run_id=run, body=encode_body(PutTrajectory("first"))),
+        3: an_op(3, run, "put_trajectory", run_id=run, body=encode_body(PutTrajectory("second"))),
+    }
+    for op in sent.values():
+        await store.submit(op)
+    assert await store.live_digests() >= {"module-w", "first", "second"}, "waiting for their turn"
+    for op in sent.values():
+        await store.settle(end(op))
+    assert await store.live_digests() >= {"module-w", "first", "second"}, "done, and in no durable version yet"
+    await store.put_version(a_version(run_id=run, seq=2, weights="v", moments=None))
+    live = await store.live_digests()
+    assert {"module-w", "second"} <= live
+    assert "first" not in live, "the durable version contains it"
 
 
 @each_store

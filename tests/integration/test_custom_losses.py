@@ -211,6 +211,24 @@ def test_a_handle_of_the_public_sdk_runs_on_the_server(service: tinker.ServiceCl
         np.testing.assert_allclose(mine, his, atol=1e-5)
 
 
+def masked(logprobs: Tensor, mask: Tensor, values: Tensor, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    return -(scale * logprobs * mask * values).sum(), {"custom/kept:sum": mask.sum()}
+
+
+def test_a_handles_inputs_are_the_rows_own_whatever_they_are_called(service: tinker.ServiceClient) -> None:
+    """mask and values are names that gradserve.loss fills; a loss of the public SDK reads them from the datum."""
+    handle = service.create_custom_loss(masked, {"logprobs": 1, "mask": 1, "values": 1, "scale": 0}).result()
+    data = [
+        datum(tokens, mask=[1.0] + [0.0] * (len(tokens) - 1), values=[2.0] * len(tokens), scale=np.float32(3.0))
+        for tokens in sequences(4, seed=21)
+    ]
+    run = trained(service)
+    found = run.forward_backward_custom(data, handle).result()
+    first = [float(row[0]) for row in logprobs(found)]
+    assert found.metrics["loss:sum"] == pytest.approx(-6.0 * sum(first), rel=1e-5)
+    assert found.metrics["custom/kept:sum"] == len(data)
+
+
 def on_the_client(rows: list[types.Datum], found: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
     losses, tokens = [], 0.0
     for row, part in zip(rows, found, strict=True):

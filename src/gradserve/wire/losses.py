@@ -51,3 +51,18 @@ LOSSES: dict[str, LossSpec] = {
         ),
     )
 }
+
+COMPUTED = frozenset({"logprobs", "mask", "lengths", "entropy", "topk_logprobs", "hidden", "values"})
+"""Inputs of a graph over a batch that the server fills; every other one is a key of the rows' inputs."""
+ALIASES = {"old_logprobs": "logprobs"}
+"""What such a graph calls an input, and what the rows call it: the sampler's log-probs."""
+
+
+def computed(over: str) -> frozenset[str]:
+    """The inputs that the server fills. The public SDK's losses, over rows, get ``logprobs`` alone."""
+    return COMPUTED if over == "batch" else frozenset({"logprobs"})
+
+
+def key_of(name: str, over: str) -> str:
+    """What the rows call an input of a graph."""
+    return ALIASES.get(name, name) if over == "batch" else name

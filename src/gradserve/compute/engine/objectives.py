@@ -18,7 +18,7 @@ from gradserve.compute.engine.scores import Scores, Wanted
 from gradserve.wire.data import Row
 from gradserve.wire.errors import Invalid
 from gradserve.wire.graph import Graph
-from gradserve.wire.losses import LOSSES
+from gradserve.wire.losses import LOSSES, computed, key_of
 
 Found = tuple[Tensor, dict[str, float]]
 """The loss, a scalar to differentiate, and its metrics; keys carry their reduction (``loss:sum``)."""
@@ -81,9 +81,6 @@ def public_loss(name: str, config: dict[str, float]) -> PublicLoss:
 GRAPH_SECONDS = 10.0
 """How long a user's loss may run on one request. The dry run has bounded its work before; this is the belt."""
 
-_COMPUTED = frozenset({"logprobs", "mask", "lengths", "entropy", "topk_logprobs", "hidden", "values"})
-"""Names of a graph's inputs that come from the pass, not from the request."""
-
 
 @dataclass(frozen=True)
 class GraphLoss:
@@ -105,7 +102,8 @@ class GraphLoss:
     @property
     def wanted(self) -> Wanted:
         """See Objective."""
-        ranks = {given.name: given.shape for given in self.graph.inputs}
+        read = computed(self.graph.over)
+        ranks = {given.name: given.shape for given in self.graph.inputs if given.name in read}
         topk = ranks["topk_logprobs"][-1] if "topk_logprobs" in ranks else 0
         assert isinstance(topk, int)
         return Wanted("entropy" in ranks, topk, "hidden" in ranks, "values" in ranks)
@@ -144,8 +142,9 @@ class GraphLoss:
     def _of_row(self, index: int, part: Scores) -> dict[str, Tensor]:
         values: dict[str, Tensor] = {}
         for given in self.graph.inputs:
-            computed = self._computed(given.name, [part], len(given.shape))
-            values[given.name] = computed[0] if computed else self._given(given.name, given.dtype)[index]
+            found = self._computed(given.name, [part], len(given.shape))
+            value = found[0] if found else self._given(given.name, given.dtype)[index]
+            values[given.name] = value if given.shape else value.reshape(())
         return values
 
     def _mask(self, sizes: Tensor) -> Tensor:
@@ -157,14 +156,14 @@ class GraphLoss:
 
     def _computed(self, name: str, parts: list[Scores], rank: int) -> list[Tensor]:
         """What comes from the pass, row by row; nothing for what the request brings. ``rank`` counts a row's own."""
-        if name not in _COMPUTED:
+        if name not in computed(self.graph.over):
             return []
         found = [part.named()["topk" if name == "topk_logprobs" else name] for part in parts]
         return [tensor[:, 0] if name == "logprobs" and rank == 1 else tensor for tensor in found]
 
     def _given(self, name: str, dtype: str) -> list[Tensor]:
-        """The rows' own inputs. ``old_logprobs`` is what the protocol calls ``logprobs``: those of the sampler."""
-        key = "logprobs" if name == "old_logprobs" else name
+        """The rows' own inputs."""
+        key = key_of(name, self.graph.over)
         wanted = None if dtype == "any" else getattr(torch, dtype)
         return [torch.from_numpy(np.array(row.inputs[key].numpy())).to(self.device, wanted) for row in self.rows]
 

@@ -12,12 +12,8 @@ from gradserve.wire.codec import TrainingRequest
 from gradserve.wire.data import Array, Row
 from gradserve.wire.errors import Invalid
 from gradserve.wire.graph import Graph, Input
+from gradserve.wire.losses import computed, key_of
 from gradserve.wire.ops import ForwardBackward, LoraConfig, graph_loss
-
-COMPUTED = frozenset({"logprobs", "mask", "lengths", "entropy", "topk_logprobs", "hidden", "values"})
-"""Names that the server fills; every other input comes with the rows."""
-_ALIASES = {"old_logprobs": "logprobs"}
-"""The protocol calls the sampler's log-probs what a loss calls the new ones."""
 
 
 def graph_body(
@@ -38,7 +34,7 @@ def graph_body(
         )
     if not request.message.data:
         raise Invalid("data.empty", "data has no rows.", field="data", fix="Send at least one.")
-    read = [given for given in graph.inputs if given.name not in COMPUTED]
+    read = [given for given in graph.inputs if given.name not in computed(graph.over)]
     rows = [_needed(i, row, read, graph) for i, row in enumerate(request.rows(max_dense_bytes))]
     check_tokens(rows, facts)
     wide = any(given.name == "logprobs" and _rank(graph, given) == 2 for given in graph.inputs)
@@ -48,7 +44,7 @@ def graph_body(
 
 def check_values(graph: Graph, lora: LoraConfig | None) -> None:
     """Raises Invalid when a loss reads ``values`` of a run without a value head."""
-    if "values" in graph.names("input") and (lora is None or not lora.value_head):
+    if graph.over == "batch" and "values" in graph.names("input") and (lora is None or not lora.value_head):
         raise Invalid(
             "loss.no_value_head",
             f"The loss {graph.name} reads values, and this run has no value head.",
@@ -64,11 +60,11 @@ def _rank(graph: Graph, given: Input) -> int:
 
 def _needed(index: int, row: Row, read: list[Input], graph: Graph) -> Row:
     kept = {TARGETS: _get(index, row, TARGETS, graph.name)}
-    if "mask" in row.inputs and any(given.name == "mask" for given in graph.inputs):
+    if graph.over == "batch" and "mask" in row.inputs and any(given.name == "mask" for given in graph.inputs):
         kept["mask"] = row.inputs["mask"]
         _check_shape(index, row, "mask", Input("mask", "input", "float32", ["T"]), 1)
     for given in read:
-        key = _ALIASES.get(given.name, given.name)
+        key = key_of(given.name, graph.over)
         kept[key] = _get(index, row, key, graph.name)
         _check_shape(index, row, key, given, _rank(graph, given))
         _check_values(index, key, kept[key], given)

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from gradserve.store.tables import checkpoints, graphs, op_bodies, ops, runs, sampling_sessions, sessions, versions
-from gradserve.wire.ops import Sample, decode_body
+from gradserve.wire.ops import CreateModule, PutTrajectory, Sample, decode_body
 
 
 def _finished(session_id: sa.Column[str]) -> sa.ColumnElement[bool]:
@@ -39,6 +39,16 @@ _WAITING_SAMPLES = (
     .join(ops, ops.c.n == op_bodies.c.n)
     .where(ops.c.state == "accepted", ops.c.kind == "sample")
 )
+_COVERED = sa.exists().where(versions.c.run_id == ops.c.run_id, versions.c.seq >= ops.c.seq)
+_NAMED_BY_BODIES = (
+    sa.select(op_bodies.c.body)
+    .join(ops, ops.c.n == op_bodies.c.n)
+    .where(
+        ops.c.state.in_(("accepted", "done")),
+        sa.or_(ops.c.kind == "create_module", sa.and_(ops.c.kind == "put_trajectory", sa.not_(_COVERED))),
+    )
+)
+"""What clients sent as objects: they wait for their turn, and a replay needs them until a durable version covers it."""
 
 
 def live(connection: Connection) -> set[str]:
@@ -49,4 +59,8 @@ def live(connection: Connection) -> set[str]:
         sample = decode_body(body)
         if isinstance(sample, Sample):
             digests.add(sample.weights)
+    for body in connection.execute(_NAMED_BY_BODIES).scalars():
+        match decode_body(body):
+            case CreateModule(weights=sent) | PutTrajectory(trajectory=sent):
+                digests.add(sent)
     return {digest for digest in digests if digest is not None}
