@@ -7,7 +7,6 @@ its gradients are folded in Task order; so the result does not depend on who com
 from __future__ import annotations
 
 from gradserve.compute.tasks import (
-    CheckTask,
     EvaluateTask,
     GradTask,
     GraphTask,
@@ -61,8 +60,6 @@ def _steps(op_id: str, body: OpBody, run: Run | None, task_tokens: int) -> tuple
     match body:
         case Sample():
             return (Compute(SampleTask(sample_task_id(op_id), body)),)
-        case CreateLoss():
-            return (Compute(CheckTask(f"{op_id}/0", body.graph)),)
         case CreateModel():
             return (Compute(InitTask(f"{op_id}/0", body.base, body.lora)),)
         case ForwardBackward():
@@ -71,7 +68,7 @@ def _steps(op_id: str, body: OpBody, run: Run | None, task_tokens: int) -> tuple
             return _optim_step(op_id, body, _existing(run))
         case SaveWeights():
             return (_persist(body, _existing(run)),)
-        case SaveForSampling() | LoadWeights() | CreateModule() | PutTrajectory():
+        case CreateLoss() | SaveForSampling() | LoadWeights() | CreateModule() | PutTrajectory():
             return ()
         case ApplyGraph() | Rollout() | UpdatePolicy() | Evaluate():
             return _module_steps(op_id, body, _existing(run))

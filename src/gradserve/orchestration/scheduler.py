@@ -23,7 +23,7 @@ from gradserve.compute.catalog import Catalog
 from gradserve.compute.checkpoints import CheckpointFolders
 from gradserve.compute.executor import Executor, WorkerLost
 from gradserve.compute.objects import ObjectCorrupt, ObjectMissing, ObjectStore
-from gradserve.compute.tasks import Done, Failed, Outcome, Task
+from gradserve.compute.tasks import CheckTask, Done, Failed, Outcome, Task
 from gradserve.orchestration.alarms import Alarms
 from gradserve.orchestration.archiver import Archiver
 from gradserve.orchestration.database_copier import DatabaseCopier
@@ -36,6 +36,7 @@ from gradserve.orchestration.lanes import Lane
 from gradserve.orchestration.lower import lower, sample_task_id
 from gradserve.orchestration.manifest import Manifests
 from gradserve.orchestration.mending import Mending
+from gradserve.orchestration.program import Compute, Program
 from gradserve.orchestration.recovery import Recovery, arrays_of, lost, missing, write_folder
 from gradserve.orchestration.replay import Replay
 from gradserve.orchestration.settle import (
@@ -63,7 +64,7 @@ from gradserve.store.base import (
 )
 from gradserve.store.wakeups import Ask, CheckGraph, MakeWhole, NameVersion, Role, Rollback, Wakeups
 from gradserve.wire.errors import Conflict, Problem, ServerError, UserError
-from gradserve.wire.ops import STEPS, CreateLoss, LoadWeights, OpBody, Sample, SaveWeights, decode_body
+from gradserve.wire.ops import STEPS, LoadWeights, OpBody, Sample, SaveWeights, decode_body
 
 log = logging.getLogger(__name__)
 
@@ -346,7 +347,7 @@ class Scheduler:
                 return None
 
     async def _check_graph(self, digest: str) -> None:
-        program = lower(f"check:{digest}", CreateLoss(digest), None, 0)
+        program = Program(f"check:{digest}", (Compute(CheckTask(f"check:{digest}/0", digest)),))
         with self._held.during() as held:
             failed = _failure(await self._execution.run(program, "graphs", held))
         if failed is not None:

@@ -72,8 +72,6 @@ def settle_done(context: Context, outcomes: Sequence[Done]) -> Settlement:
     settlement = _SETTLERS[type(context.body)](context, outcomes)
     if not outcomes:
         return settlement  # nothing was executed on a worker, so nothing is charged
-    if isinstance(context.body, CreateLoss):
-        return settlement  # looking at a graph is free
     base = context.body.base if isinstance(context.body, Sample) else _run(context).base
     line = ledger_line(context.op, base, usage, context.prices, context.at)
     return msgspec.structs.replace(settlement, ledger=line)

@@ -175,7 +175,7 @@ class Sample(msgspec.Struct, frozen=True, tag="sample"):
 
 
 class CreateLoss(msgspec.Struct, frozen=True, tag="create_loss"):
-    """Check a stored graph as a loss. Its identity is (session, number); its answer names the loss."""
+    """Name a graph that was checked and kept as a loss. Its identity is (session, number); its answer is the name."""
 
     graph: str
 
