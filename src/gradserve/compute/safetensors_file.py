@@ -85,6 +85,32 @@ def load(data: bytes) -> Arrays:
     return {name: _array(name, entry, body) for name, entry in _entries(data[_LENGTH.size : start]).items()}
 
 
+def described(data: bytes) -> dict[str, tuple[str, list[int]]]:
+    """dtype and shape of each tensor of a file that is whole: the tensors' bytes lie end to end. Raises BadFile."""
+    if len(data) < _LENGTH.size or (start := _LENGTH.size + _LENGTH.unpack_from(data)[0]) > len(data):
+        raise BadFile("its header is not all there")
+    found: dict[str, tuple[str, list[int]]] = {}
+    spans = []
+    for name, entry in _entries(data[_LENGTH.size : start]).items():
+        try:
+            dtype, shape, (first, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            fits = all(size >= 0 for size in shape) and end - first == prod(shape) * ITEM_BYTES[dtype]
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadFile(f"tensor {name!r} is not described as one of {', '.join(ITEM_BYTES)}") from error
+        if not fits:
+            raise BadFile(f"the bytes of tensor {name!r} are not those of its shape")
+        found[name] = (dtype, shape)
+        spans.append((first, end))
+    at = 0
+    for first, end in sorted(spans):
+        if first != at:
+            raise BadFile("its tensors do not lie end to end")
+        at = end
+    if at != len(data) - start:
+        raise BadFile("it is cut short, or has bytes to spare")
+    return found
+
+
 def _entries(header: bytes) -> dict[str, Any]:
     try:
         entries = json.loads(header)

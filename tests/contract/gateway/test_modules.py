@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,12 @@ def zeros(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> bytes:
     return header + bytes(size)
 
 
+def described_as(first: int, end: int, dtype: str = "F32") -> bytes:
+    """A file of 24 bytes whose header says where in them a [2, 3] lies."""
+    header = json.dumps({"w": {"dtype": dtype, "shape": [2, 3], "data_offsets": [first, end]}}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(24)
+
+
 def text(graph: Graph) -> str:
     return ir.encode(graph).decode()
 
@@ -129,6 +137,9 @@ def test_a_module_is_its_graph_and_its_weights(gate: Gate, run: str) -> None:
         ({"graph": text(POLICY).replace("aten.linear.default", "aten.system")}, "graph_operator", None),
         ({"weights": b"12345678"}, "weights.malformed", "weights"),
         ({"weights": WEIGHTS[:-1]}, "weights.malformed", "weights"),
+        ({"weights": described_as(0, 8)}, "weights.malformed", "weights"),
+        ({"weights": described_as(-8, 16)}, "weights.malformed", "weights"),
+        ({"weights": described_as(0, 24, dtype="F8")}, "weights.malformed", "weights"),
         ({"weights": dump({"w": np.zeros((3, 3), np.float32)})}, "weights.shape", "weights.w"),
         ({"weights": dump({"w": ONES[0:2, 0:3], "x": ONES})}, "weights.unknown", "weights.x"),
         ({"weights": dump({})}, "weights.missing", "weights.w"),

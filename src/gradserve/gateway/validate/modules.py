@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import struct
-from typing import Any, Final
+from typing import Final
 
+from gradserve.compute.safetensors_file import BadFile, described
 from gradserve.wire import graph as ir
 from gradserve.wire.data import Array
 from gradserve.wire.errors import Invalid
@@ -48,20 +47,13 @@ def check_weights(weights: bytes, graph: Graph) -> None:
 def _header(file: bytes, field: str) -> dict[str, tuple[str, list[int]]]:
     """Dtype and shape of each tensor in a safetensors file. Raises Invalid unless the file is whole."""
     try:
-        (size,) = struct.unpack("<Q", file[:8])
-        header: dict[str, Any] = json.loads(file[8 : 8 + size])
-        header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        found = {name: (_DTYPES[entry["dtype"]], list(entry["shape"])) for name, entry in header.items()}
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        return {name: (_DTYPES[dtype], shape) for name, (dtype, shape) in described(file).items()}
+    except (BadFile, KeyError) as error:
         raise Invalid(
             f"{field}.malformed",
-            f"{field} is no safetensors file of {', '.join(_DTYPES.values())} ({error}).",
+            f"{field} is no safetensors file of {', '.join(_DTYPES.values())}: {error}.",
             field=field,
         ) from error
-    if len(file) != 8 + size + end:
-        raise Invalid(f"{field}.malformed", f"{field} is cut short, or has bytes to spare.", field=field)
-    return found
 
 
 _TRAJECTORY: Final = {
