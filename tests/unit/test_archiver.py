@@ -127,13 +127,14 @@ def test_a_fault_is_said_and_tried_again(
         async with archiving(objects) as (archiver, _):
             running = asyncio.create_task(archiver.run())
             archiver.sync(wanted={digest}, garbage=set())
-            while archiver.status()["waiting"] or archiver.status()["error"]:
-                assert not running.done()
-                await asyncio.sleep(0.005)
+            async with asyncio.timeout(30):
+                while archiver.status()["waiting"] or archiver.status()["error"]:
+                    assert not running.done()
+                    await asyncio.sleep(0.005)
             running.cancel()
             await archiver.close()
 
-    asyncio.run(asyncio.wait_for(story(), 30))
+    asyncio.run(story())
     assert archive.has(digest)
     assert f"ALARM: 1 objects are only on this machine: {fault}" in caplog.text
 

@@ -265,7 +265,8 @@ class _Worker:
         """Until the process is lost, or silent for so long that it counts as lost; then it is killed."""
         while True:
             try:
-                await asyncio.wait_for(process.lost.wait(), _PING_EVERY_S)
+                async with asyncio.timeout(_PING_EVERY_S):
+                    await process.lost.wait()
             except TimeoutError:
                 if not process.ready:
                     continue  # preparing itself; the pipe tells if it dies

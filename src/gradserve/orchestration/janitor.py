@@ -60,7 +60,8 @@ class Janitor:
         """Sweep now and then, for ever."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wanted.wait(), _LONGEST_PAUSE_S)
+                async with asyncio.timeout(_LONGEST_PAUSE_S):
+                    await self._wanted.wait()
             self._wanted.clear()
             try:
                 await self.sweep()

@@ -131,7 +131,8 @@ class Wakeups:
     async def take_submitted(self, timeout: float) -> list[Op]:
         """Wait for news, then return all Ops that arrived since the last call (maybe none)."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._arrived.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                await self._arrived.wait()
         self._arrived.clear()
         taken, self._new = self._new, []
         return taken
@@ -171,7 +172,8 @@ class Wakeups:
         The ended Op without its body, or None: ask the store.
         """
         try:
-            return await asyncio.wait_for(waiter, 0 if self._closed else timeout)
+            async with asyncio.timeout(0 if self._closed else timeout):
+                return await waiter
         except TimeoutError:
             return None
         finally:

@@ -209,7 +209,8 @@ class Zygote:
         assert self._line is not None
         try:
             send(self._line, Prepare(fingerprint(spec), spec, self._spare_s))
-            reply = await asyncio.wait_for(answer(self._line), limit_s)
+            async with asyncio.timeout(limit_s):
+                reply = await answer(self._line)
         except (EOFError, OSError):  # TimeoutError is an OSError
             return False
         if isinstance(reply, Prepared):
@@ -241,7 +242,8 @@ class Zygote:
     async def _pid_of(self, pipe: socket.socket, wanted: Fork) -> int:
         try:
             send(pipe, wanted, [_STANDARD_ERROR])
-            born = await asyncio.wait_for(answer(pipe), _FORK_S)
+            async with asyncio.timeout(_FORK_S):
+                born = await answer(pipe)
         except TimeoutError:
             assert self._pid is not None
             os.kill(self._pid, signal.SIGKILL)

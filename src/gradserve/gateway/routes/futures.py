@@ -55,7 +55,8 @@ async def _stopped(call: Call, op: Op) -> Op | None:
     stops = False
     try:
         with contextlib.suppress(TimeoutError):
-            stops = await asyncio.wait_for(wakeups.cancel(op), call.gateway.settings.long_poll_s)
+            async with asyncio.timeout(call.gateway.settings.long_poll_s):
+                stops = await wakeups.cancel(op)
     finally:
         await wakeups.wait(op.id, waiter, call.gateway.settings.long_poll_s if stops else 0)
     return await call.store.get_outcome(call.tenant, op.id)
