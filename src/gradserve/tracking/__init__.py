@@ -1,0 +1,1 @@
+"""What a training tells while it goes on: metrics by name, and where they are written."""
