@@ -97,6 +97,10 @@ class Dataset:
         rows = (found for found in self._plan.rows(self._epoch, self._taken, self._shard))
         return ahead(rows, self._prefetch) if self._prefetch else rows
 
+    def known_rows(self) -> int | None:
+        """Rows of an epoch, of all shards; None for an order that follows the files, whose end nobody knows before."""
+        return self._plan.known_rows()
+
     def position(self) -> str:
         """JSON of some 60 bytes: the next row, of those that the loop has been given, not of those read ahead."""
         return json.dumps({"epoch": self._epoch, "taken": self._taken, "order": self._plan.identity})

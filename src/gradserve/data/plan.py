@@ -89,6 +89,11 @@ class Plan:
             if number % shard.count == shard.index
         )
 
+    def known_rows(self) -> int | None:
+        """Where a full shuffle needs the number anyway, or rows are in memory."""
+        full = self.shuffle_seed is not None and self.shuffle_buffer is None
+        return self._shuffled_from()[0] if full or self.source.at is not None else None
+
     def _selected(self) -> Iterator[tuple[int, Found, Row]]:
         self.counts = Counts()
         return self.selection.select(self.source.scan(), self.counts)

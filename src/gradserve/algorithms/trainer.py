@@ -1,0 +1,471 @@
+"""What all trainers of language models share: the loop around a step.
+
+A subclass says what one optimizer step asks for and how an evaluation is made. Here are the run and its checkpoints,
+the position in the data, evaluation, early stop, budget, callbacks, progress and the log folder. Everything goes over
+the public tinker protocol, so a trainer works against any service that speaks it; what only gradserve has (``max_usd``,
+the state beside a checkpoint) is said where it is asked for.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import tinker
+from tinker import types
+
+from gradserve.algorithms.log_folder import LogFolder, Saved
+from gradserve.algorithms.progress import progress_line
+from gradserve.algorithms.schedules import Schedule, value_at
+from gradserve.algorithms.stopping import Budget, EarlyStop
+from gradserve.client.connect import connect
+from gradserve.data.dataset import Dataset
+from gradserve.tracking.sinks import Tracker
+
+Metrics = dict[str, float]
+Answer = Callable[[], Metrics]
+"""Waits for a step that was asked for; its metrics."""
+
+
+class Diverged(RuntimeError):
+    """A step gave a loss or a gradient that is not finite. The last checkpoint is from before it."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a callback is told. ``kind`` is step, evaluation or checkpoint; ``path`` is a checkpoint's."""
+
+    kind: Literal["step", "evaluation", "checkpoint"]
+    step: int
+    epoch: int
+    metrics: Mapping[str, float]
+    trainer: Trainer
+    path: str = ""
+
+
+Callback = Callable[[Event], Any]
+"""What it returns, if true, ends the training after this step."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step trains on. ``position`` is the dataset's after it; ``epoch`` is from 1, ``last`` of the epoch."""
+
+    items: Sequence[Any]
+    epoch: int
+    position: str
+    loading_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """``history``: one dict per optimizer step of this call; ``path``: the checkpoint of the end, for ``resume``.
+
+    ``stopped`` says why it ended before the last epoch, None when it did not.
+    """
+
+    history: list[Metrics]
+    evaluations: list[Metrics]
+    path: str
+    log_dir: Path
+    stopped: str | None
+
+
+class Trainer(abc.ABC):
+    """A context manager; ``close`` ends the server that was started for it. See the subclasses."""
+
+    kind: ClassVar[str]
+    """The name of its log folders."""
+    shown: ClassVar[Mapping[str, str]] = {}
+    """Metrics for the progress line, with their labels."""
+    ahead: ClassVar[int] = 1
+    """Steps that are asked for before the oldest one's answer is there."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        rank: int,
+        learning_rate: Schedule,
+        beta1: float = 0.9,
+        beta2: float = 0.95,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        grad_clip_norm: float = 0.0,
+        seed: int = 0,
+        service: tinker.ServiceClient | None = None,
+        log_dir: str | Path | None = None,
+        sinks: Sequence[str] = ("jsonl", "tensorboard"),
+    ) -> None:
+        value_at(learning_rate, 0.0)
+        self.base_model, self.rank, self.seed = model, rank, seed
+        self._learning_rate = learning_rate
+        self._adam = {
+            "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "grad_clip_norm": grad_clip_norm
+        }  # fmt: skip
+        self._given_service, self._service = service, service
+        self._log_dir, self._sinks = log_dir, tuple(sinks)
+        self._run: tinker.TrainingClient | None = None
+        self._model: tinker.SamplingClient | None = None
+        self.step = 0
+        """Optimizer steps that the run has behind it."""
+
+    # What a subclass says
+
+    @abc.abstractmethod
+    def _ask(self, items: Sequence[Any], learning_rate: float) -> Answer:
+        """Ask for one optimizer step."""
+
+    @abc.abstractmethod
+    def _evaluate(self, rows: Sequence[Mapping[str, Any]]) -> Metrics:
+        """Of the run as it is now; names begin with ``eval/``."""
+
+    def _begin(self) -> None:
+        """The run is there, at ``self.step``: get what the training needs."""
+
+    def _end(self) -> None:
+        """The training is over, well or not: give back what it needed."""
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside weights, moments and the place in the data; JSON."""
+        return {}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse of ``_state``; called before ``_begin``."""
+
+    def _batches(self, dataset: Dataset, batch_size: int, epochs: int) -> Generator[Batch]:
+        """All batches from the dataset's position on. An epoch's last batch may be smaller."""
+        while dataset.epoch < epochs:
+            epoch, waited = dataset.epoch + 1, dataset.data_loading_time
+            rows: list[Mapping[str, Any]] = []
+            for row in dataset:
+                rows.append(row)
+                if len(rows) == batch_size:
+                    yield Batch(rows, epoch, dataset.position(), dataset.data_loading_time - waited)
+                    rows, waited = [], dataset.data_loading_time
+            if rows:
+                yield Batch(rows, epoch, dataset.position(), dataset.data_loading_time - waited)
+
+    # What users call
+
+    @property
+    def run(self) -> tinker.TrainingClient:
+        """The SDK's client of the run; there once ``fit`` has begun."""
+        if self._run is None:
+            raise RuntimeError("there is no run yet: call fit")
+        return self._run
+
+    @property
+    def model(self) -> tinker.SamplingClient:
+        """Samples from the trained weights; of the run as it is when this is first asked for after a ``fit``."""
+        if self._model is None:
+            self._model = self.run.save_weights_and_get_sampling_client().result()
+        return self._model
+
+    @property
+    def tokenizer(self) -> Any:
+        """The base model's."""
+        return self.run.get_tokenizer()
+
+    def fit(
+        self,
+        train_data: Any,
+        eval_data: Any = None,
+        *,
+        epochs: int = 1,
+        batch_size: int = 8,
+        eval_every: int | None = None,
+        checkpoint_every: int | None = 20,
+        early_stop: EarlyStop | None = None,
+        max_steps: int | None = None,
+        max_minutes: float | None = None,
+        max_usd: float | None = None,
+        callbacks: Sequence[Callback] = (),
+        resume: bool | str = False,
+    ) -> Fitted:
+        """Train for ``epochs`` passes over the data.
+
+        train_data, eval_data: a Dataset, or what one is made from (path, URL, list of dicts, HF dataset ...); training
+        rows are shuffled by ``seed`` unless a Dataset is given. batch_size: rows per optimizer step.
+
+        eval_every: optimizer steps between evaluations; None: after each epoch; the first is before any step.
+        checkpoint_every: steps between checkpoints, None: only at the end. early_stop: see EarlyStop. max_steps counts
+        all of the run's steps, max_minutes this call's time, max_usd the run's bill (gradserve only).
+
+        resume: True goes on from the newest checkpoint in ``log_dir`` (or begins, where there is none yet); a
+        checkpoint's ``tinker://`` path goes on from that one. Every row is then seen exactly once per epoch.
+
+        Raises ValueError for arguments that do not fit, DataError and BadRow for data, Diverged when the loss or the
+        gradient is not finite; tinker's errors for what the service refuses.
+        """
+        if epochs < 1 or batch_size < 1:
+            raise ValueError(f"epochs is {epochs} and batch_size is {batch_size}: give at least 1 of each")
+        for name, every in (("eval_every", eval_every), ("checkpoint_every", checkpoint_every)):
+            if every is not None and every < 1:
+                raise ValueError(f"{name} is {every}: give at least 1, or None")
+        if early_stop is not None and eval_data is None:
+            raise ValueError("early_stop looks at evaluations: give eval_data")
+        budget = Budget(max_steps, max_minutes, max_usd)
+        dataset = train_data if isinstance(train_data, Dataset) else Dataset(train_data, shuffle_seed=self.seed)
+        eval_rows = None if eval_data is None else _rows_of(eval_data)
+        folder = LogFolder(self._log_dir, self.kind)
+        self._log_dir = folder.path
+        saved = self._open(folder, resume)
+        if saved is not None:
+            dataset = dataset.at(saved.position)
+            if early_stop is not None and "early_stop" in saved.state:
+                early_stop.restore(saved.state["early_stop"])
+        loop = _Loop(
+            self, folder, dataset, eval_rows, eval_every, checkpoint_every, early_stop, budget, tuple(callbacks)
+        )
+        self._begin()
+        try:
+            return loop.run(batch_size, epochs, saved)
+        finally:
+            self._end()
+
+    def evaluate(self, data: Any) -> Metrics:
+        """The run as it is now on other data; metrics by name, ``eval/...``."""
+        return self._evaluate(_rows_of(data))
+
+    def close(self) -> None:
+        """End the server that was started for this trainer; one that was given stays as it is."""
+        if self._service is not None and self._given_service is None:
+            self._service.close("success")
+            self._service = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    # The run
+
+    @property
+    def service(self) -> tinker.ServiceClient:
+        """The given service; else GRADSERVE_URL, or a server started for this trainer."""
+        if self._service is None:
+            self._service = connect()
+        return self._service
+
+    def _open(self, folder: LogFolder, resume: bool | str) -> Saved | None:
+        """Make the run, or take up a checkpoint; that one. Raises ValueError when it is not known here."""
+        saved = _chosen(folder, resume)
+        self._model = None
+        if saved is None:
+            if self._run is None:
+                self._run = self._new_run()
+            return None
+        self._run = self.service.create_training_client_from_state_with_optimizer(saved.path).result()
+        self.step = saved.step
+        self._restore(saved.state)
+        return saved
+
+    def _new_run(self) -> tinker.TrainingClient:
+        return self.service.create_lora_training_client(
+            base_model=self.base_model, rank=self.rank, seed=self.seed
+        ).result()
+
+    def _save(self, folder: LogFolder, batch: Batch | None, dataset: Dataset, state: Mapping[str, Any]) -> str:
+        """A checkpoint of the run as it stands after ``batch`` (None: before any)."""
+        position, epoch = (batch.position, batch.epoch) if batch is not None else (dataset.position(), 1)
+        path = self.run.save_state(f"step-{self.step:06d}", overwrite=True).result().path
+        saved = Saved(
+            path=path,
+            step=self.step,
+            epoch=epoch,
+            position=position,
+            run_id=str(self.run.model_id),
+            state={**self._state(), **state},
+            saved_at=time.time(),
+        )
+        folder.add_checkpoint(saved)
+        return path
+
+    def _step_params(self, learning_rate: float) -> types.AdamParams:
+        return types.AdamParams(learning_rate=learning_rate, **self._adam)
+
+    def _bill_usd(self) -> float:
+        from gradserve.client.connect import LOCAL_KEY
+        from gradserve.client.extensions import ExtensionError, bill
+
+        holder = self.service.holder
+        try:
+            found = bill(str(holder._base_url), str(self.run.model_id), holder._api_key or LOCAL_KEY)
+        except ExtensionError as error:
+            raise ValueError(f"max_usd needs a gradserve server, which tells a run's bill: {error}") from error
+        return float(found["amount_usd"])
+
+
+class _Loop:
+    """One call of ``fit``."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        folder: LogFolder,
+        dataset: Dataset,
+        eval_rows: Sequence[Mapping[str, Any]] | None,
+        eval_every: int | None,
+        checkpoint_every: int | None,
+        early_stop: EarlyStop | None,
+        budget: Budget,
+        callbacks: tuple[Callback, ...],
+    ) -> None:
+        self.trainer, self.folder, self.dataset, self.eval_rows = trainer, folder, dataset, eval_rows
+        self.eval_every, self.checkpoint_every = eval_every, checkpoint_every
+        self.early_stop, self.budget, self.callbacks = early_stop, budget, callbacks
+        self.history: list[Metrics] = []
+        self.evaluations: list[Metrics] = []
+        self.stopped: str | None = None
+        self._number = trainer.step
+        self._epoch = 1
+        self._asked: deque[tuple[int, Batch, Answer, float]] = deque()
+        self._last: Batch | None = None
+        self._evaluated_at: int | None = None
+        self._saved_at: int | None = None
+        self._path = ""
+        self._began = time.monotonic()
+
+    def run(self, batch_size: int, epochs: int, resumed: Saved | None) -> Fitted:
+        """See Trainer.fit."""
+        trainer = self.trainer
+        self._total = self._steps_in_all(batch_size, epochs)
+        folder = self.folder.path
+        with (
+            Tracker(folder, sinks=trainer._sinks, run_name=folder.name, resume_step=trainer.step) as self._tracker,
+            progress_line(trainer.kind, self._total, trainer.step, trainer.shown) as self._show,
+            contextlib.closing(trainer._batches(self.dataset, batch_size, epochs)) as batches,
+        ):
+            if resumed is None:
+                self._evaluate()
+            else:
+                self._epoch, self._evaluated_at = resumed.epoch, resumed.state.get("evaluated_at")
+            self._train(batches)
+            self._settle(0)
+            if self._evaluated_at != trainer.step:
+                self._evaluate()
+            path = self._checkpoint()
+        return Fitted(self.history, self.evaluations, path, folder, self.stopped)
+
+    def _train(self, batches: Iterator[Batch]) -> None:
+        for batch in batches:
+            if batch.epoch > self._epoch:
+                self._settle(0)
+                if self.eval_every is None:
+                    self._evaluate()
+                self._epoch = batch.epoch
+            if self.stopped is None:
+                self._ask(batch)
+                self._settle(0 if self._stops_here() else self.trainer.ahead - 1)
+                if self._due(self.checkpoint_every):
+                    self._checkpoint()
+                if self._due(self.eval_every):
+                    self._evaluate()
+            if self.stopped is not None:
+                break
+
+    def _ask(self, batch: Batch) -> None:
+        done = self._number / self._total if self._total else 0.0
+        rate = value_at(self.trainer._learning_rate, min(done, 1.0))
+        self._number += 1
+        self._asked.append((self._number, batch, self.trainer._ask(batch.items, rate), rate))
+
+    def _due(self, every: int | None) -> bool:
+        return every is not None and self._number % every == 0
+
+    def _stops_here(self) -> bool:
+        """Whether nothing may be in flight after the step that was asked for last."""
+        most = self.budget.max_steps
+        ends = most is not None and self._number >= most
+        return ends or self._due(self.checkpoint_every) or self._due(self.eval_every)
+
+    def _steps_in_all(self, batch_size: int, epochs: int) -> int | None:
+        """Optimizer steps of the whole run, where that is known before."""
+        rows = self.dataset.known_rows()
+        found = None if rows is None else epochs * math.ceil(rows / batch_size)
+        if self.budget.max_steps is not None:
+            found = min(found or self.budget.max_steps, self.budget.max_steps)
+        if found is None and not isinstance(self.trainer._learning_rate, float | int):
+            raise ValueError("learning_rate is a schedule and nobody knows how many rows there are: give max_steps")
+        return found
+
+    def _settle(self, left: int) -> None:
+        """Wait until at most ``left`` steps are in flight."""
+        while len(self._asked) > left:
+            step, batch, answer, rate = self._asked.popleft()
+            metrics = answer()
+            self.trainer.step = step
+            self._last = batch
+            self._note(step, batch, metrics | {"optim/lr": rate, "time/data_loading": batch.loading_s})
+            self._tell(Event("step", step, batch.epoch, self.history[-1], self.trainer))
+            if self.stopped is None:
+                self.stopped = self.budget.spent(step, self._began, self.trainer._bill_usd)
+
+    def _note(self, step: int, batch: Batch, metrics: Metrics) -> None:
+        lost = [name for name in ("loss", "optim/grad_norm") if not math.isfinite(metrics.get(name, 0.0))]
+        self.history.append({"step": step, "epoch": batch.epoch, **metrics})
+        self._tracker.log(step, metrics | {"epoch": batch.epoch})
+        if lost:
+            before = self.folder.checkpoints
+            advice = f"resume from {before[-1].path} with a lower learning_rate" if before else "lower learning_rate"
+            raise Diverged(f"step {step}: {lost[0]} is {metrics[lost[0]]}; {advice}")
+        self._show(metrics)
+
+    def _evaluate(self) -> None:
+        """Evaluate the run as it is, where there is something to evaluate on."""
+        if self.eval_rows is None:
+            return
+        step = self._evaluated_at = self.trainer.step
+        metrics = self.trainer._evaluate(self.eval_rows)
+        self.evaluations.append({"step": step, "epoch": self._epoch, **metrics})
+        self._tracker.log(step, metrics)
+        self._tell(Event("evaluation", step, self._epoch, metrics, self.trainer))
+        stop = self.early_stop
+        if stop is not None and stop.after(metrics) and self.stopped is None:
+            self.stopped = f"{stop.metric} has not become better for {stop.patience} evaluations"
+
+    def _checkpoint(self) -> str:
+        if self._saved_at != self.trainer.step:
+            state: dict[str, Any] = {"evaluated_at": self._evaluated_at}
+            if self.early_stop is not None:
+                state["early_stop"] = self.early_stop.state()
+            self._path = self.trainer._save(self.folder, self._last, self.dataset, state)
+            self._saved_at = self.trainer.step
+            self._tell(Event("checkpoint", self.trainer.step, self._epoch, {}, self.trainer, self._path))
+        return self._path
+
+    def _tell(self, event: Event) -> None:
+        for callback in self.callbacks:
+            if callback(event) and self.stopped is None:
+                self.stopped = f"a callback ended it after step {event.step}"
+
+
+def _chosen(folder: LogFolder, resume: bool | str) -> Saved | None:
+    if resume is False:
+        return None
+    known = folder.checkpoints
+    if resume is True:
+        return known[-1] if known else None
+    for saved in reversed(known):
+        if saved.path == resume:
+            return saved
+    raise ValueError(
+        f"{folder.path}/checkpoints.jsonl does not name {resume}: give the log_dir of the training that made it, whose "
+        "place in the data is written there"
+    )
+
+
+def _rows_of(data: Any) -> list[Mapping[str, Any]]:
+    rows = list(data if isinstance(data, Dataset) else Dataset(data))
+    if not rows:
+        raise ValueError("eval_data has no rows")
+    return rows
