@@ -19,8 +19,8 @@ from click.testing import CliRunner
 
 import gradserve
 from gradserve.cli import main
+from gradserve.crc32c import crc32c
 from gradserve.data import BadRow, DataError, Dataset, contamination
-from gradserve.data.formats.crc32c import crc32c
 from gradserve.data.order import buffered, permutation
 from gradserve.data.row import digest, pack, unpack
 from gradserve.data.selection import percent

@@ -9,9 +9,9 @@ import struct
 from collections.abc import Iterator
 from typing import BinaryIO
 
+from gradserve.crc32c import masked_crc32c
 from gradserve.data.errors import BadRow, DataError
 from gradserve.data.files import File
-from gradserve.data.formats.crc32c import masked_crc32c
 from gradserve.data.formats.example import NoExample, parse
 from gradserve.data.formats.stream import opened
 from gradserve.data.row import Found, Row
