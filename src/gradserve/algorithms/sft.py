@@ -16,9 +16,10 @@ from gradserve.algorithms.datums import datum, scored
 from gradserve.algorithms.schedules import Schedule
 from gradserve.algorithms.trainer import Answer, Metrics, Trainer
 from gradserve.data.errors import DataError
-from gradserve.episodes.chat import ChatTemplate
-from gradserve.episodes.rows import Rendered, rendered
-from gradserve.tracking.statistics import Estimate
+from gradserve.episodes.chat import ChatTemplate, OnRewrite, Train
+from gradserve.episodes.rows import rendered
+from gradserve.episodes.tokens import Rendered
+from gradserve.tracking.statistics import student_t_interval
 
 _ROWS_AT_ONCE = 256
 """Rows of an evaluation in one request."""
@@ -45,10 +46,10 @@ class SFTTrainer(Trainer):
         *,
         rank: int = 32,
         learning_rate: Schedule = 2e-4,
-        train: Literal["assistant", "last"] = "assistant",
+        train: Train = "assistant",
         max_length: int | None = None,
         overlong: Literal["refuse", "skip"] = "refuse",
-        on_rewrite: Literal["refuse", "split"] = "refuse",
+        on_rewrite: OnRewrite = "refuse",
         **settings: Any,
     ) -> None:
         """``settings`` are Trainer's: optimizer, seed, service, log_dir, sinks."""
@@ -59,7 +60,9 @@ class SFTTrainer(Trainer):
         """Rows that were too long, so far."""
 
     def _begin(self) -> None:
-        self._template = ChatTemplate(self.tokenizer, on_rewrite=self._on_rewrite)
+        tokenizer = self.tokenizer
+        chat = getattr(tokenizer, "chat_template", None)
+        self._template = ChatTemplate(tokenizer, on_rewrite=self._on_rewrite) if chat else tokenizer
 
     def _rendered(self, rows: Sequence[Mapping[str, Any]]) -> list[Rendered]:
         """What is trained of these rows."""
@@ -112,5 +115,5 @@ class SFTTrainer(Trainer):
                 weights.append(float(trained.sum()))
                 means.append(float(-(scored(found) * trained).sum() / trained.sum()))
         loss = float(np.average(means, weights=weights))
-        interval = Estimate.of(means)
+        interval = student_t_interval(means)
         return {"eval/loss": loss, "eval/row_loss_low": interval.low, "eval/row_loss_high": interval.high}

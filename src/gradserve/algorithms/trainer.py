@@ -27,7 +27,7 @@ from gradserve.algorithms.schedules import Schedule, value_at
 from gradserve.algorithms.stopping import Budget, EarlyStop
 from gradserve.client.connect import connect
 from gradserve.data.dataset import Dataset
-from gradserve.tracking.sinks import Tracker
+from gradserve.tracking.tracker import Tracker
 
 Metrics = dict[str, float]
 Answer = Callable[[], Metrics]
@@ -102,7 +102,7 @@ class Trainer(abc.ABC):
         seed: int = 0,
         service: tinker.ServiceClient | None = None,
         log_dir: str | Path | None = None,
-        sinks: Sequence[str] = ("jsonl", "tensorboard"),
+        sinks: Sequence[str] = (),
     ) -> None:
         value_at(learning_rate, 0.0)
         self.base_model, self.rank, self.seed = model, rank, seed
@@ -341,7 +341,7 @@ class _Loop:
         self._total = self._steps_in_all(batch_size, epochs)
         folder = self.folder.path
         with (
-            Tracker(folder, sinks=trainer._sinks, run_name=folder.name, resume_step=trainer.step) as self._tracker,
+            Tracker(folder, sinks=trainer._sinks, resume_step=resumed.step if resumed else None) as self.tracker,
             progress_line(trainer.kind, self._total, trainer.step, trainer.shown) as self._show,
             contextlib.closing(trainer._batches(self.dataset, batch_size, epochs)) as batches,
         ):
@@ -413,7 +413,7 @@ class _Loop:
     def _note(self, step: int, batch: Batch, metrics: Metrics) -> None:
         lost = [name for name in ("loss", "optim/grad_norm") if not math.isfinite(metrics.get(name, 0.0))]
         self.history.append({"step": step, "epoch": batch.epoch, **metrics})
-        self._tracker.log(step, metrics | {"epoch": batch.epoch})
+        self.tracker.log(step, metrics | {"epoch": batch.epoch})
         if lost:
             before = self.folder.checkpoints
             advice = f"resume from {before[-1].path} with a lower learning_rate" if before else "lower learning_rate"
@@ -427,7 +427,7 @@ class _Loop:
         step = self._evaluated_at = self.trainer.step
         metrics = self.trainer._evaluate(self.eval_rows)
         self.evaluations.append({"step": step, "epoch": self._epoch, **metrics})
-        self._tracker.log(step, metrics)
+        self.tracker.log(step, metrics)
         self._tell(Event("evaluation", step, self._epoch, metrics, self.trainer))
         stop = self.early_stop
         if stop is not None and stop.after(metrics) and self.stopped is None:
