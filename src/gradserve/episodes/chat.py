@@ -8,6 +8,7 @@ turns) is refused, or each turn becomes a row of its own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -15,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 from gradserve.episodes.episode import Message
 from gradserve.episodes.errors import RowUnusable, TemplateUnusable
 from gradserve.episodes.replies import message_of
-from gradserve.episodes.tokens import Rendered, decode, encode, extended, special_tokens
+from gradserve.episodes.tokens import Rendered, decode, encode, in_pieces, special_tokens
 
 Train: TypeAlias = Literal["assistant", "last"]
 """Which of the assistant's turns are trained on: all, or only the last one."""
@@ -153,26 +154,20 @@ class ChatTemplate:
 
     def _row(self, contexts: Sequence[str], texts: Sequence[str]) -> Rendered:
         """Of turns of which each one's text is a prefix of the next one's context."""
-        tokens: list[int] = []
+        pieces = in_pieces(self.tokenizer, [text for pair in zip(contexts, texts, strict=True) for text in pair])
         weights: list[float] = []
-        before = ""
-        for context, text in zip(contexts, texts, strict=True):
-            tokens = extended(self.tokenizer, tokens, before, context)
-            begin = len(tokens)
-            tokens = extended(self.tokenizer, tokens, context, text)
-            end = self._end(tokens, begin)
-            weights += [0.0] * (begin - len(weights)) + [1.0] * (end - begin) + [0.0] * (len(tokens) - end)
-            before = text
-        return Rendered(tuple(tokens), tuple(weights))
+        for given, turn in zip(pieces[::2], pieces[1::2], strict=True):
+            own = self._own(turn)
+            weights += [0.0] * len(given) + [1.0] * own + [0.0] * (len(turn) - own)
+        return Rendered(tuple(itertools.chain(*pieces)), tuple(weights))
 
-    def _end(self, tokens: Sequence[int], begin: int) -> int:
-        """After the last token that the model gives itself; the template's line break behind it is none."""
-        ends = [place for place in range(begin, len(tokens)) if tokens[place] in self.stop]
+    def _own(self, turn: Sequence[int]) -> int:
+        """How many tokens of a turn the model gives itself: up to its end; the template's line break is behind it."""
+        ends = [place for place, token in enumerate(turn) if token in self.stop]
         if not ends:
-            turn = decode(self.tokenizer, tokens[begin:])
             raise TemplateUnusable(
-                f"the chat template shows an assistant's turn as {_shown(turn)}, without an end of turn: trained on "
-                "it, the model would not learn to stop"
+                f"the chat template shows an assistant's turn as {_shown(decode(self.tokenizer, turn))}, without an "
+                "end of turn: trained on it, the model would not learn to stop"
             )
         return ends[-1] + 1
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from gradserve.episodes.chat import ChatTemplate, OnRewrite, Train
+from gradserve.episodes.chat import ChatTemplate, OnRewrite, Train, are_messages
 from gradserve.episodes.errors import RowUnusable
-from gradserve.episodes.tokens import Rendered, encode, extended
+from gradserve.episodes.tokens import Rendered, in_pieces
 
 FORMS = (("messages",), ("prompt", "completion"), ("text",))
 """Columns that make a row; ``tools`` may stand beside messages. Others are not read."""
@@ -56,13 +57,9 @@ def _text_of(row: Mapping[str, Any], column: str) -> str:
 
 
 def _messages_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    messages = row["messages"]
-    whole = isinstance(messages, list) and all(
-        isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages
-    )
-    if not whole:
+    if not are_messages(row["messages"]):
         raise RowUnusable('messages is not a list of {"role": ..., "content": ...}')
-    return list(messages)
+    return list(row["messages"])
 
 
 def _plain(tokenizer: Any, before: str, completion: str | None = None) -> Rendered:
@@ -73,12 +70,12 @@ def _plain(tokenizer: Any, before: str, completion: str | None = None) -> Render
             "the tokenizer has no end-of-sequence token, without which the model would not learn to stop; "
             "set tokenizer.eos_token"
         )
-    tokens = encode(tokenizer, before, special=True)
-    given = max(len(tokens), 1) if completion is not None else 1  # nothing predicts the first token
-    if completion is not None:
-        tokens = extended(tokenizer, tokens, before, before + completion, special=True)
+    texts = [before] if completion is None else [before, before + completion]
+    pieces = in_pieces(tokenizer, texts, special=True)
+    given = 1 if completion is None else max(len(pieces[0]), 1)  # nothing predicts the first token
+    tokens = list(itertools.chain(*pieces))
     if tokens[-1:] != [end]:
-        tokens = [*tokens, end]
+        tokens.append(end)
     if len(tokens) <= given:
         raise RowUnusable("there is no text to train on in the row")
     return Rendered(tuple(tokens), tuple([0.0] * given + [1.0] * (len(tokens) - given)))
