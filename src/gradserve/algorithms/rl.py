@@ -7,8 +7,9 @@ with RLTrainer("smollm2-135m-instruct", reward_func=right, group_size=8) as trai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from pathlib import Path
+import math
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,26 +17,26 @@ import tinker
 from tinker import types
 
 from gradserve.algorithms.collect import Collector, Group, Sampling
-from gradserve.algorithms.datums import datum, scored
-from gradserve.algorithms.rl_variants import VARIANTS, Variant
-from gradserve.algorithms.rollouts.advantages import advantages, soft_overlong_penalty, token_weights
-from gradserve.algorithms.rollouts.corrections import CORRECTIONS, importance_weights
-from gradserve.algorithms.rollouts.producer import RolloutProducer
-from gradserve.algorithms.rollouts.store import RolloutStore
+from gradserve.algorithms.datums import scored
+from gradserve.algorithms.policy_batch import PolicyBatch
+from gradserve.algorithms.rl_variants import VARIANTS
 from gradserve.algorithms.schedules import Schedule
 from gradserve.algorithms.trainer import Answer, Batch, Metrics, Trainer
 from gradserve.data.dataset import Dataset
 from gradserve.episodes.chat import ChatTemplate
-from gradserve.episodes.environment import environment_of
+from gradserve.episodes.environment import SingleTurn, environment_of
 from gradserve.episodes.episode import Episode
+from gradserve.episodes.plain import PlainText
 from gradserve.rewards.contract import Reward
 from gradserve.rewards.runner import RewardRunner
 from gradserve.tracking import rl_metrics
-from gradserve.tracking.statistics import Estimate
+from gradserve.tracking.statistics import estimate
 
 _EVALUATION_SEED = 7_777_777
-_STEPS_APART = 15_485_863
-"""Between the sampling seeds of steps."""
+_STEPS_APART, _ROUNDS_APART, _SEEDS_APART = 15_485_863, 49_979_687, 86_028_121
+"""Between the sampling seeds of steps, of rounds within one, and of trainers with neighbouring seeds."""
+_SHOWN = 4
+"""Answers of an evaluation that are logged."""
 
 
 class RLTrainer(Trainer):
@@ -92,10 +93,6 @@ class RLTrainer(Trainer):
             raise ValueError(f"algorithm is {algorithm!r}: give one of {', '.join(VARIANTS)}")
         if group_size < 2:
             raise ValueError(f"group_size is {group_size}: an answer is compared with the others, give at least 2")
-        if importance_correction not in CORRECTIONS:
-            raise ValueError(
-                f"importance_correction is {importance_correction!r}: give one of {', '.join(CORRECTIONS)}"
-            )
         if max_off_policy_steps < 0 or eval_samples < 1 or max_tokens < 1:
             raise ValueError("max_off_policy_steps is at least 0, eval_samples and max_tokens at least 1")
         self.algorithm, self.variant = algorithm, VARIANTS[algorithm]
@@ -106,16 +103,17 @@ class RLTrainer(Trainer):
         self._eval_sampling = Sampling(max_tokens, temperature if eval_temperature is None else eval_temperature)
         self.kl_coef, self.staleness = kl_coef, max_off_policy_steps
         self._correction, self._cap = importance_correction, importance_cap
-        self._chat, self._system_prompt, self._environment = _env_of(env_config)
-        if reward_func is None and self._environment is None:
-            raise ValueError(
-                "there is nothing to learn from: give reward_func, or an env_config whose environment rewards"
-            )
+        config = dict(env_config or {})
+        self._chat, self._system_prompt = bool(config.pop("chat", True)), config.pop("system_prompt", None)
+        self._environment = environment_of(config)
+        if reward_func is None and self._environment.make is SingleTurn:
+            raise ValueError("there is no reward: give reward_func, or an env_config with an environment that rewards")
         self._rewards = (
             None if reward_func is None else RewardRunner(reward_func, reward_timeout_s, reward_workers, reward_retries)
         )
         self._samplers: dict[int, Any] = {}
         self._reference: tinker.SamplingClient | None = None
+        self._asked = 0
 
     def close(self) -> None:
         """Also ends the reward's processes."""
@@ -126,54 +124,115 @@ class RLTrainer(Trainer):
     # What Trainer asks
 
     def _begin(self) -> None:
-        template = ChatTemplate(self.tokenizer) if self._chat else ChatTemplate.plain(self.tokenizer)
-        self._collector = Collector(template, self._environment, self._rewards, self._chat, self._system_prompt)
+        tokenizer = self.tokenizer
+        template = ChatTemplate(tokenizer) if self._chat else PlainText(tokenizer)
+        self._collector = Collector(template, self._environment, self._rewards, self._system_prompt)
+        self._asked = self.step
         self._samplers = {self.step: self.run.save_weights_and_get_sampling_client()}
-        self._asked_steps = self.step
         if self.kl_coef:
-            self._reference = self.service.create_sampling_client(base_model=self.base_model)
-        self.rollouts = RolloutStore(Path(self._log_dir or ".") / "rollouts.sqlite")
-        self.rollouts.cut(self.step)
-
-    def _end(self) -> None:
-        self.rollouts.close()
+            self._reference = self.service.create_sampling_client(base_model=self.base_model).result()
 
     def _batches(self, dataset: Dataset, batch_size: int, epochs: int) -> Generator[Batch]:
         """Groups instead of rows."""
         rows = super()._batches(dataset, batch_size, epochs)
-        producer = RolloutProducer(rows, self._collect, lambda: self._asked_steps, max_off_policy_steps=self.staleness)
-        with producer:
-            yield from producer
+        if self.variant.dynamic_sampling:
+            yield from self._with_something_to_teach(rows, batch_size)
+            return
+        for batch in rows:
+            yield replace(batch, items=self._collect(batch.items))
 
-    def _collect(self, rows: Sequence[Mapping[str, Any]], version: int, seed: int) -> list[Group]:
-        sampler = self._samplers[version].result()
-        seed += self.seed * 1_000_003
-        return self._collector.groups(sampler, rows, self.group_size, self.sampling, version, seed * _STEPS_APART)
+    def _with_something_to_teach(self, rows: Generator[Batch], batch_size: int) -> Generator[Batch]:
+        """Batches of ``batch_size`` groups whose rewards differ, from as many rows as that takes."""
+        kept: list[Group] = []
+        last: Batch | None = None
+        rounds = 0
+        for batch in rows:
+            if last is not None and kept and batch.epoch > last.epoch:
+                yield replace(last, items=kept)
+                kept, rounds = [], 0
+            kept += [group for group in self._collect(batch.items, rounds) if _teaches(group)]
+            last, rounds = batch, rounds + 1
+            if len(kept) >= batch_size:
+                yield replace(batch, items=kept)
+                kept, rounds = [], 0
+        if last is not None and kept:
+            yield replace(last, items=kept)
+
+    def _collect(self, rows: Sequence[Mapping[str, Any]], rounds: int = 0) -> list[Group]:
+        """Groups from the newest weights."""
+        seed = (self.seed * _SEEDS_APART + self._asked) * _STEPS_APART + rounds * _ROUNDS_APART
+        sampler = self._samplers[self._asked].result()
+        return self._collector.groups(sampler, rows, self.group_size, self.sampling, self._asked, seed)
 
     def _ask(self, items: Sequence[Any], learning_rate: float) -> Answer:
         groups: list[Group] = list(items)
-        metrics = rl_metrics.of_groups(groups, version=self._asked_steps)
-        data, behaviour, more = self._data(groups)
-        metrics |= more
-        self._asked_steps += 1
-        gradient = None
-        if data:
-            gradient = self.run.forward_backward(data, self.variant.loss, loss_fn_config=self._loss_config)
-        stepped = self.run.optim_step(self._step_params(learning_rate)) if data else None
-        self._samplers[self._asked_steps] = self.run.save_weights_and_get_sampling_client()
-        self._samplers.pop(self._asked_steps - self.staleness - 2, None)
-        self.rollouts.append(self._asked_steps, groups)
+        metrics = rl_metrics.of_groups(groups, version=self._asked)
+        batch = PolicyBatch.of(groups, self.variant, self.sampling.max_tokens)
+        answers: list[Any] = []
+        if batch.episodes:
+            metrics |= self._towards_reference(batch)
+            loss: Any = self.variant.loss
+            answers.append(self.run.forward_backward(batch.data(), loss, self._loss_config or None))
+            answers.append(self.run.optim_step(self._step_params(learning_rate)))
+        self._asked += 1
+        self._samplers[self._asked] = self.run.save_weights_and_get_sampling_client()
+        self._samplers.pop(self._asked - 2, None)
 
         def answer() -> Metrics:
-            if gradient is None or stepped is None:
+            if not answers:  # no group has anything to teach
                 return metrics | {"loss": 0.0, "optim/grad_norm": 0.0}
-            result = gradient.result()
+            result, stepped = (future.result() for future in answers)
             now = [scored(output) for output in result.loss_fn_outputs]
+            anchors, advantages = ([each[1:] for each in found] for found in (batch.anchors, batch.advantages))
             return (
                 metrics
                 | {"loss": result.metrics["loss:sum"]}
-                | {"optim/grad_norm": (stepped.result().metrics or {}).get("grad_norm", float("nan"))}
-                | rl_metrics.of_ratios(now, behaviour, self._loss_config)
+                | {"optim/grad_norm": (stepped.metrics or {}).get("grad_norm", math.nan)}
+                | rl_metrics.of_ratios(now, anchors, self._loss_config, advantages=advantages, mask=batch.masks())
+                | rl_metrics.of_mismatch(now, [np.array(each.logprobs[1:]) for each in batch.episodes], batch.masks())
             )
 
         return answer
+
+    def _towards_reference(self, batch: PolicyBatch) -> Metrics:
+        """Take kl_coef·(log p - log p_ref) from the advantage of each sampled token: the k1 estimate as a reward."""
+        if self._reference is None:
+            return {}
+        asked = [
+            self._reference.compute_logprobs(types.ModelInput.from_ints(list(each.tokens))) for each in batch.episodes
+        ]
+        references = [np.array([0.0, *future.result()[1:]]) for future in asked]
+        for number, (each, reference) in enumerate(zip(batch.episodes, references, strict=True)):
+            apart = (np.array(each.logprobs) - reference) * np.array(each.mask)
+            batch.advantages[number] = batch.advantages[number] - self.kl_coef * apart
+        policy = [np.array(each.logprobs) for each in batch.episodes]
+        return rl_metrics.of_kl(policy, references, [np.array(each.mask) for each in batch.episodes])
+
+    def _evaluate(self, rows: Sequence[Mapping[str, Any]]) -> Metrics:
+        """``eval_samples`` episodes of each row, always with the same random numbers."""
+        sampler = self._samplers[self.step].result()
+        groups = self._collector.groups(
+            sampler, rows, self.eval_samples, self._eval_sampling, self.step, _EVALUATION_SEED
+        )
+        found = [(number, each) for number, group in enumerate(groups) for each in group if each.failure is None]
+        if not found:
+            raise ValueError(f"no episode of the evaluation has a reward; the first failed: {groups[0][0].failure}")
+        rewards = [each.reward or 0.0 for _, each in found]
+        self._show_samples([each for _, each in found])
+        return {
+            **estimate(rewards, problems=[number for number, _ in found]).metrics("eval/reward"),
+            "eval/failed": sum(map(len, groups)) - len(found),
+        }
+
+    def _show_samples(self, episodes: Sequence[Episode]) -> None:
+        """The worst and the best answers, for people: a number can't tell learning from cheating."""
+        ordered = sorted(episodes, key=lambda each: each.reward or 0.0)
+        shown = ordered if len(ordered) <= _SHOWN else [*ordered[: _SHOWN // 2], *ordered[-_SHOWN // 2 :]]
+        lines = [f"- **{each.reward:.3g}** {each.messages[-1].get('content') or ''!r}" for each in shown]
+        if self.tracker is not None:
+            self.tracker.text(self.step, "eval/samples", "\n".join(lines))
+
+
+def _teaches(group: Group) -> bool:
+    rewards = {each.reward for each in group if each.failure is None}
+    return len(rewards) > 1

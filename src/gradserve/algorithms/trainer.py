@@ -114,6 +114,8 @@ class Trainer(abc.ABC):
         self._log_dir, self._sinks = log_dir, tuple(sinks)
         self._run: tinker.TrainingClient | None = None
         self._model: tinker.SamplingClient | None = None
+        self.tracker: Tracker | None = None
+        """While ``fit`` is on: for what a callback wants to log beside the rest."""
         self.step = 0
         """Optimizer steps that the run has behind it."""
 
@@ -127,17 +129,17 @@ class Trainer(abc.ABC):
     def _evaluate(self, rows: Sequence[Mapping[str, Any]]) -> Metrics:
         """Of the run as it is now; names begin with ``eval/``."""
 
-    def _begin(self) -> None:
+    def _begin(self) -> None:  # noqa: B027  (a hook that not all need, as the next ones)
         """The run is there, at ``self.step``: get what the training needs."""
 
-    def _end(self) -> None:
+    def _end(self) -> None:  # noqa: B027
         """The training is over, well or not: give back what it needed."""
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside weights, moments and the place in the data; JSON."""
         return {}
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
+    def _restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """The inverse of ``_state``; called before ``_begin``."""
 
     def _batches(self, dataset: Dataset, batch_size: int, epochs: int) -> Generator[Batch]:
@@ -168,6 +170,11 @@ class Trainer(abc.ABC):
         if self._model is None:
             self._model = self.run.save_weights_and_get_sampling_client().result()
         return self._model
+
+    @property
+    def log_dir(self) -> Path:
+        """Where metrics, samples and checkpoints are written; there once ``fit`` has begun."""
+        return Path(self._log_dir or ".")
 
     @property
     def tokenizer(self) -> Any:
@@ -229,6 +236,7 @@ class Trainer(abc.ABC):
         try:
             return loop.run(batch_size, epochs, saved)
         finally:
+            self.tracker = None
             self._end()
 
     def evaluate(self, data: Any) -> Metrics:
@@ -345,6 +353,7 @@ class _Loop:
             progress_line(trainer.kind, self._total, trainer.step, trainer.shown) as self._show,
             contextlib.closing(trainer._batches(self.dataset, batch_size, epochs)) as batches,
         ):
+            trainer.tracker = self.tracker
             if resumed is None:
                 self._evaluate()
             else:
@@ -465,7 +474,7 @@ def _chosen(folder: LogFolder, resume: bool | str) -> Saved | None:
 
 
 def _rows_of(data: Any) -> list[Mapping[str, Any]]:
-    rows = list(data if isinstance(data, Dataset) else Dataset(data))
+    rows: list[Mapping[str, Any]] = list(data if isinstance(data, Dataset) else Dataset(data))
     if not rows:
         raise ValueError("eval_data has no rows")
     return rows
