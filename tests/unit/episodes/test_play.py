@@ -210,6 +210,31 @@ class Faulty(Guess):
         }.get(self.fault)
 
 
+class FailsLater(Guess):
+    async def reply(self, message: Message) -> Step:
+        if self.seen:
+            raise ConnectionError
+        return await super().reply(message)
+
+
+def test_what_was_earned_before_a_failure_is_no_reward() -> None:
+    episode = played(Replaying([letters("no"), letters("7")]), environment_of({"environment": FailsLater}))
+    assert episode.failure is not None
+    assert (episode.reward, episode.parts, len(episode.turns)) == (None, {}, 2)
+
+
+class Unborn(Guess):
+    def __init__(self) -> None:
+        raise OSError("no board")
+
+
+def test_what_it_cannot_even_begin_with_is_a_failure_by_its_name() -> None:
+    episode = played(Replaying([]), environment_of({"environment": Unborn}))
+    assert episode.failure is not None
+    assert episode.failure.detail.startswith("Unborn raised OSError('no board')")
+    assert (episode.turns, episode.reward) == ((), None)
+
+
 class FaultyAsync(Guess):
     async def reply(self, message: Message) -> Step:
         await asyncio.sleep(60)
