@@ -157,7 +157,7 @@ def test_replies_end_at_the_templates_end_of_turn_and_carry_tool_calls() -> None
     assert template.reply([*tokenizer.encode("It is 4 "), end]) == {"role": "assistant", "content": "It is 4 "}
     assert template.reply(tokenizer.encode("It is")) == {"role": "assistant", "content": "It is"}
     good = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    called = f'Let me see.\n{good}<tool_call>{{"name": 3}}</tool_call>'
+    called = f'  Let me see.\n{good}<tool_call>{{"name": 3}}</tool_call>'
     message = template.reply([*tokenizer.encode(called), end])
     assert message["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
     assert message["content"] == 'Let me see.\n<tool_call>{"name": 3}</tool_call>'
@@ -205,6 +205,8 @@ def test_plain_rows() -> None:
     assert row == by_hand(tokenizer, ("2 + 2 =", 0), (" 4<|im_end|>", 1))
     [row] = rendered({"prompt": "is", "completion": "t<|im_end|>"}, ChatTemplate(tokenizer))
     assert row.tokens == (*tokenizer.encode("is"), *tokenizer.encode("t"), end)  # "ist" would be one token
+    [row] = rendered({"prompt": "", "completion": "the end"}, tokenizer)
+    assert row.weights == (0.0, *[1.0] * (len(row.tokens) - 1))  # nothing predicts the first token
     [row] = rendered({"text": "the end"}, with_template(None))
     assert row.tokens == (*tokenizer.encode("the end"), end)
     assert row.weights == (0.0, *[1.0] * (len(row.tokens) - 1))
