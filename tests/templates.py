@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
 from tests.models import byte_tokenizer
 
 SMOLLM2 = (
@@ -70,3 +73,14 @@ def with_template(template: str | None, context: int = 4096) -> Any:
     )
     tokenizer.chat_template = template
     return tokenizer
+
+
+def spaced(words: list[str], template: str) -> Any:
+    """A tokenizer of whole words that, like Llama 2's, puts a space before every text that it is given."""
+    names = [f"▁{word}" for word in words] + ["▁", "<unk>"]
+    vocabulary = {name: index for index, name in enumerate(names)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", chat_template=template)

@@ -90,6 +90,13 @@ class ChatTemplate:
     def _ends(self) -> set[int]:
         return {*self._special, *([] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id])}
 
+    @cached_property
+    def _structure(self) -> list[str]:
+        """The special tokens with which the template builds turns: a text with one in it would begin or end one."""
+        about = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
+        text = self._text(about, None, generation_prompt=True)
+        return [name for name in self._special.values() if name in text]
+
     def reply(self, tokens: Sequence[int]) -> Message:
         """The assistant's message that was sampled as ``tokens``; see replies.message_of for its tool calls."""
         ended = bool(tokens) and tokens[-1] in self.stop
@@ -174,7 +181,7 @@ class ChatTemplate:
     def _refuse_control_in_text(self, messages: Sequence[Message]) -> None:
         for number, message in enumerate(messages, 1):
             content = message.get("content")
-            found = [name for name in self._special.values() if isinstance(content, str) and name in content]
+            found = [name for name in self._structure if isinstance(content, str) and name in content]
             if found:
                 raise RowUnusable(
                     f"message {number} ({message.get('role')}) has {found[0]!r} in its text, which would become a "
@@ -217,10 +224,10 @@ def _trained_turns(messages: Sequence[Message], train: Train) -> list[int]:
     if train not in ("assistant", "last"):
         raise ValueError(f"train is 'assistant' (all of its turns) or 'last', not {train!r}")
     for number, message in enumerate(messages, 1):
-        if message.get("weight", 1) not in (0, 1):
+        if message.get("weight") not in (None, 0, 1):
             raise RowUnusable(f"message {number} has the weight {message['weight']!r}; it is 0 or 1")
     turns = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
-    turns = [place for place in (turns[-1:] if train == "last" else turns) if messages[place].get("weight", 1)]
+    turns = [place for place in (turns[-1:] if train == "last" else turns) if messages[place].get("weight") != 0]
     if not turns:
         roles = ", ".join(str(message.get("role")) for message in messages)
         raise RowUnusable(f"there is no assistant's message to train on among {roles or 'no messages'}")

@@ -19,21 +19,23 @@ def rendered(
     template: ChatTemplate | Any,
     *,
     train: Train = "assistant",
-    on_rewrite: OnRewrite = "refuse",
+    on_rewrite: OnRewrite | None = None,
 ) -> list[Rendered]:
     """The row's tokens and weights; more than one only where a conversation is split.
 
     >>> rendered({"prompt": "2+2=", "completion": "4"}, tokenizer)
 
     ``messages`` go through the chat template. ``prompt`` and ``completion`` are texts as they are, the completion and
-    an end of sequence trained on; of ``text`` all is. ``template`` is a ChatTemplate, whose own ``on_rewrite`` holds,
-    or a tokenizer. Raises RowUnusable and TemplateUnusable.
+    an end of sequence trained on; of ``text`` all is. ``template`` is a tokenizer, for which ``on_rewrite`` may be
+    given (default: refuse), or a ChatTemplate, which has its own. Raises RowUnusable and TemplateUnusable.
     """
+    if on_rewrite is not None and isinstance(template, ChatTemplate):
+        raise ValueError("on_rewrite is the ChatTemplate's own: give it there")
     form = _form_of(row)
     if form != ("messages",):
         tokenizer = template.tokenizer if isinstance(template, ChatTemplate) else template
         return [_plain(tokenizer, *(_text_of(row, column) for column in form))]
-    chat = template if isinstance(template, ChatTemplate) else ChatTemplate(template, on_rewrite=on_rewrite)
+    chat = template if isinstance(template, ChatTemplate) else ChatTemplate(template, on_rewrite=on_rewrite or "refuse")
     return chat.training_rows(_messages_of(row), train, row.get("tools"))
 
 

@@ -11,7 +11,7 @@ from gradserve.episodes.errors import RowUnusable, TemplateUnusable
 from gradserve.episodes.plain import PlainText
 from gradserve.episodes.rows import rendered
 from gradserve.episodes.tokens import Rendered
-from tests.templates import ENDLESS, LLAMA3, QWEN3, REASONER, SMOLLM2, with_template
+from tests.templates import ENDLESS, LLAMA3, QWEN3, REASONER, SMOLLM2, spaced, with_template
 
 TALK = [
     {"role": "system", "content": "Add."},
@@ -60,7 +60,7 @@ def test_the_last_turn_only_and_turns_of_weight_0() -> None:
     again = f"{head.format('user')}3 and 3?<|eot|>{head.format('assistant')}"
     [row] = template.training_rows(TALK, train="last")
     assert row == by_hand(tokenizer, (f"{before}It is 4<|eot|>{again}", 0), ("6<|eot|>", 1))
-    unwanted = [{**message, "weight": 0} if message["content"] == "6" else message for message in TALK]
+    unwanted = [{**message, "weight": 0 if message["content"] == "6" else None} for message in TALK]
     [row] = template.training_rows(unwanted)
     assert row == by_hand(tokenizer, (before, 0), ("It is 4<|eot|>", 1))
     with pytest.raises(RowUnusable, match="no assistant's message to train on among system, user"):
@@ -115,6 +115,22 @@ def test_a_token_across_the_generation_prompt_is_not_trained_on() -> None:
     ]
 
 
+def test_a_tokenizer_that_puts_a_space_before_every_text() -> None:
+    """Encoded by itself " yo" would be two tokens, as it never is behind the prompt."""
+    source = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '</s>' if m.role == 'assistant' else ' ' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    tokenizer = spaced(["user:", "hi", "assistant:", "yo"], source)
+    [row] = ChatTemplate(tokenizer).training_rows(talk)
+    assert tokenizer.convert_ids_to_tokens(row.tokens) == ["▁user:", "▁hi", "▁assistant:", "▁yo", "</s>"]
+    assert row.weights == (0.0, 0.0, 0.0, 1.0, 1.0)
+    tokenizer.chat_template = source.replace("assistant:{%", "assistant: {%")  # now the space is before the cut
+    with pytest.raises(TemplateUnusable, match="can't be encoded one after the other without changing the text"):
+        ChatTemplate(tokenizer).training_rows(talk)
+
+
 def test_what_cannot_be_a_template_is_refused_with_a_cure() -> None:
     with pytest.raises(TemplateUnusable, match=r"no chat template.*prompt and completion or of text.*chat_template ="):
         ChatTemplate(with_template(None))
@@ -127,6 +143,8 @@ def test_what_cannot_be_a_template_is_refused_with_a_cure() -> None:
         ChatTemplate(with_template(SMOLLM2)).training_rows(
             [TALK[0], {"role": "user", "content": "<|im_end|>"}, TALK[2]]
         )
+    other = [{"role": "user", "content": "what is <|eot|>?"}, TALK[2]]  # a special token that builds no turn here
+    assert len(ChatTemplate(with_template(SMOLLM2)).training_rows(other)) == 1
     with pytest.raises(ValueError, match="'refuse' or 'split'"):
         ChatTemplate(with_template(SMOLLM2), on_rewrite="ignore")  # type: ignore[arg-type]
 
@@ -139,7 +157,7 @@ def test_replies_end_at_the_templates_end_of_turn_and_carry_tool_calls() -> None
     assert template.reply([*tokenizer.encode("It is 4 "), end]) == {"role": "assistant", "content": "It is 4 "}
     assert template.reply(tokenizer.encode("It is")) == {"role": "assistant", "content": "It is"}
     good = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    called = f'Let me see.\n{good}<tool_call>{{"name": 3}}</tool_call>'
+    called = f'  Let me see.\n{good}<tool_call>{{"name": 3}}</tool_call>'
     message = template.reply([*tokenizer.encode(called), end])
     assert message["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
     assert message["content"] == 'Let me see.\n<tool_call>{"name": 3}</tool_call>'
@@ -164,6 +182,8 @@ def test_a_continuation_makes_the_templates_own_tokens(source: str) -> None:
     cut = template.continuation(reply, TALK[:3], TALK[3:4])
     assert cut[0] == end  # the end that was not sampled comes with what follows
     assert (*prompt, *reply, *cut) == expected
+    other = tokenizer.eos_token_id if end != tokenizer.eos_token_id else 0
+    assert template.continuation([*reply, other], TALK[:3], TALK[3:4]) == cut  # another end is not the template's
 
 
 def test_a_continuation_does_not_depend_on_what_the_template_does_to_earlier_turns() -> None:
@@ -185,10 +205,15 @@ def test_plain_rows() -> None:
     assert row == by_hand(tokenizer, ("2 + 2 =", 0), (" 4<|im_end|>", 1))
     [row] = rendered({"prompt": "is", "completion": "t<|im_end|>"}, ChatTemplate(tokenizer))
     assert row.tokens == (*tokenizer.encode("is"), *tokenizer.encode("t"), end)  # "ist" would be one token
+    [row] = rendered({"prompt": "", "completion": "the end"}, tokenizer)
+    assert row.weights == (0.0, *[1.0] * (len(row.tokens) - 1))  # nothing predicts the first token
     [row] = rendered({"text": "the end"}, with_template(None))
     assert row.tokens == (*tokenizer.encode("the end"), end)
     assert row.weights == (0.0, *[1.0] * (len(row.tokens) - 1))
     assert rendered({"messages": TALK}, tokenizer) == ChatTemplate(tokenizer).training_rows(TALK)
+    assert len(rendered({"messages": THINKING}, with_template(QWEN3), on_rewrite="split")) == 2
+    with pytest.raises(ValueError, match="the ChatTemplate's own"):
+        rendered({"messages": THINKING}, ChatTemplate(with_template(QWEN3)), on_rewrite="split")
 
 
 @pytest.mark.parametrize(

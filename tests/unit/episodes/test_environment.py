@@ -109,7 +109,9 @@ def takes_any(*words: str) -> None: ...
 def takes_bytes(data: bytes) -> None: ...
 
 
-@pytest.mark.parametrize(("tool", "said"), [(takes_any, "name each one"), (takes_bytes, "can't be said in JSON")])
+@pytest.mark.parametrize(
+    ("tool", "said"), [(takes_any, "name each one"), (takes_bytes, "can't be said in JSON"), (3, "is no tool")]
+)
 def test_tools_that_json_cannot_call(tool: Callable[..., Any], said: str) -> None:
     with pytest.raises(EnvironmentUnusable, match=said):
         schema_of(tool)

@@ -111,6 +111,14 @@ def test_one_reply_without_an_environment_left_to_the_reward_function() -> None:
         played(sampler, environment_of(), row={"question": "2+2?"})
 
 
+def test_a_function_that_returns_a_coroutine_is_async() -> None:
+    class Wrapped(Guess):
+        def reply(self, message: Message) -> Any:
+            return super().reply(message)  # not declared async
+
+    assert played(Replaying([letters("7")]), environment_of({"environment": Wrapped})).reward == 2.0
+
+
 def test_limits_of_turns_and_context_end_an_episode_that_the_environment_has_seen() -> None:
     replies = [letters("no")] * 9
     assert len(played(Replaying(replies), environment_of({"environment": Guess, "max_turns": 3})).turns) == 3
@@ -193,6 +201,18 @@ def test_a_call_in_the_last_reply_is_not_made_but_seen_by_the_environment() -> N
     assert episode.reward == 0.0
 
 
+def test_tools_whose_answers_have_no_room_leave_the_call_as_the_last_reply() -> None:
+    template = ChatTemplate(with_template(QWEN3))
+    replies = [[*ids(call("add", '{"a": 2, "b": 2}')), END], letters("4")]
+    whole = played(Replaying(replies), environment_of({"environment": Calculator}), template=template)
+    room = len(whole.turns[0].prompt) + len(whole.turns[0].tokens) + 5
+    config = environment_of({"environment": Calculator, "max_context_tokens": room})
+    episode = played(Replaying(replies), config, template=template)
+    assert (whole.reward, len(whole.turns)) == (1.0, 2)
+    assert (episode.reward, len(episode.turns)) == (0.0, 1)
+    assert episode.messages[-1]["tool_calls"]
+
+
 class Faulty(Guess):
     def __init__(self, fault: str) -> None:
         self.fault = fault
@@ -200,6 +220,8 @@ class Faulty(Guess):
     def reply(self, message: Message) -> Any:
         if self.fault == "raises":
             raise SystemExit("the grader is down")
+        if self.fault == "gives up":
+            raise TimeoutError
         if self.fault == "hangs":
             time.sleep(0.5)
         return {
@@ -208,6 +230,31 @@ class Faulty(Guess):
             "no messages": Step(),
             "no list": Step("No."),  # type: ignore[arg-type]
         }.get(self.fault)
+
+
+class FailsLater(Guess):
+    async def reply(self, message: Message) -> Step:
+        if self.seen:
+            raise ConnectionError
+        return await super().reply(message)
+
+
+def test_what_was_earned_before_a_failure_is_no_reward() -> None:
+    episode = played(Replaying([letters("no"), letters("7")]), environment_of({"environment": FailsLater}))
+    assert episode.failure is not None
+    assert (episode.reward, episode.parts, len(episode.turns)) == (None, {}, 2)
+
+
+class Unborn(Guess):
+    def __init__(self) -> None:
+        raise OSError("no board")
+
+
+def test_what_it_cannot_even_begin_with_is_a_failure_by_its_name() -> None:
+    episode = played(Replaying([]), environment_of({"environment": Unborn}))
+    assert episode.failure is not None
+    assert episode.failure.detail.startswith("Unborn raised OSError('no board')")
+    assert (episode.turns, episode.reward) == ((), None)
 
 
 class FaultyAsync(Guess):
@@ -220,6 +267,7 @@ class FaultyAsync(Guess):
     ("fault", "kind", "said"),
     [
         ("raises", "crash", "Faulty.reply raised SystemExit('the grader is down')"),
+        ("gives up", "crash", "Faulty.reply raised TimeoutError()"),
         ("hangs", "timeout", "Faulty.reply gave no result within 0.2 s"),
         ("NaN", "invalid_value", "which is not finite"),
         ("no step", "invalid_value", "reply returned 1.0, not a Step"),
