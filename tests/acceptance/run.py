@@ -42,7 +42,7 @@ DEFAULT_RECIPES = (
 """Every recipe test that needs neither a hub nor a package, a data set or an image model that is not on PyPI."""
 
 SMALLER = {"guess_number": "eval_every=0", "twenty_questions": "eval_every=0"}
-"""Recipe arguments added to those of the test, unless ``--full``: both games evaluate with tens of thousands of samples."""
+"""Recipe arguments added to those of the test, unless ``--full``: either game evaluates with thousands of episodes."""
 
 API_KEY = "tml-acceptance-suite-0000"
 HEALTHY_WITHIN_S = 120.0
@@ -135,7 +135,7 @@ def run_recipe_tests(work: Workspace, recipe: str, base_url: str, run_dir: Path,
         MORE_ARGUMENTS: more,
     }
     command = [
-        *(work.python, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+        *(work.python, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"),
         *("-c", work.cookbook / "pyproject.toml", "--rootdir", work.cookbook, "--junit-xml", report),
         work.cookbook / "tests" / "recipes" / f"test_recipe_{recipe}.py",
     ]
@@ -197,7 +197,7 @@ def run(work: Workspace, recipes: list[str], base_url: str, run_dir: Path, small
     for result in failed:
         print(f"\n=== {result.recipe} {result.test} {result.outcome}\n{result.message.strip()}", flush=True)
     total = sum(result.seconds for result in results)
-    print(f"\nlogs: {run_dir}\n{len(results)} tests, {total:.0f} s; processor time of the recipes {ended_cpu_s():.0f} s")
+    print(f"\nlogs: {run_dir}\n{len(results)} tests, {total:.0f} s; processor time of clients: {ended_cpu_s():.0f} s")
     print(f"{len(results) - len(failed)} passed, {len(failed)} failed", flush=True)
     return not failed
 
