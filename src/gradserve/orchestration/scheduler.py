@@ -39,6 +39,7 @@ from gradserve.orchestration.mending import Mending
 from gradserve.orchestration.program import Compute, Program
 from gradserve.orchestration.recovery import Recovery, arrays_of, lost, missing, write_folder
 from gradserve.orchestration.replay import Replay
+from gradserve.orchestration.same_base import SameBase
 from gradserve.orchestration.settle import (
     Context,
     after,
@@ -107,6 +108,7 @@ class Scheduler:
         self._held = Held()
         self._execution = Execution(self._dispatcher, objects, self._held)
         self.alarms = Alarms(store)
+        self._same_base = SameBase(store, catalog)
         manifests = self._manifests = Manifests(store, catalog, settings)
         replay = Replay(store, objects, self._execution.run, settings)
         self._mending = Mending(store, objects, folders, replay, self._held)
@@ -375,7 +377,8 @@ class Scheduler:
         return lane.run
 
     async def _recover(self, lane: Lane) -> None:
-        await self._recovery.recover(lane)
+        if await self._same_base.wakes(lane.run):  # else its Ops are refused one by one
+            await self._recovery.recover(lane)
         lane.resumed.set()
         self._start_ready(lane)  # also when it was postponed: then they are told so
 
@@ -453,6 +456,10 @@ class Scheduler:
 
     async def _compute_op(self, op: Op, body: OpBody, lane: Lane | None, held: list[str]) -> list[Outcome]:
         run = lane.run if lane is not None else None
+        if run is not None:
+            await self._same_base.require_of_run(run)
+        elif isinstance(body, Sample):
+            await self._same_base.require_of_sample(op, body)
         program = lower(op.id, body, run, self._settings.tokens_per_task)
         if isinstance(body, Sample) and body.weights is not None:
             await self._recovery.find_sampled(op, body.weights)
