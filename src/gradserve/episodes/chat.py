@@ -40,8 +40,8 @@ class ChatTemplate:
 
     ``on_rewrite``: what becomes of a conversation whose earlier turns the template shows differently later: it is
     refused with TemplateUnusable, or split into one row a turn. ``arguments`` go to the template:
-    ``{"enable_thinking": False}``. Raises TemplateUnusable when the tokenizer has no template, or when the template
-    ends an assistant's turn with no special token: a model could not learn from it where to stop.
+    ``{"enable_thinking": False}``. Raises TemplateUnusable when the tokenizer has no template, or one that ends
+    an assistant's turn with no special token: a model could not learn from it where to stop.
     """
 
     def __init__(
@@ -62,33 +62,27 @@ class ChatTemplate:
         self._on_rewrite = on_rewrite
         self._arguments = dict(arguments or {})
         self._special = special_tokens(tokenizer)
+        self.end_of_turn = self._end_of_turn()
+        """The id with which the template ends an assistant's turn."""
+        eos = tokenizer.eos_token_id
+        self.stop = [self.end_of_turn] if eos in (None, self.end_of_turn) else [self.end_of_turn, eos]
+        """The ids that end a reply: the template's end of turn, and the tokenizer's end of sequence."""
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[int, ...]:
         """[N] ids of the conversation with the generation prompt: what the model's next reply is sampled from."""
         return tuple(encode(self.tokenizer, self._text(messages, tools, generation_prompt=True)))
 
-    @cached_property
-    def end_of_turn(self) -> int:
-        """The id with which the template ends an assistant's turn. Raises TemplateUnusable if it is not special."""
+    def _end_of_turn(self) -> int:
         about = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _MARK}]
         after = self._after_mark(about, None, generation_prompt=False)
-        ends = [token for token in encode(self.tokenizer, after) if token in self._ends]
+        control = {*self._special, self.tokenizer.eos_token_id}
+        ends = [token for token in encode(self.tokenizer, after) if token in control]
         if not ends:
             raise TemplateUnusable(
                 f"the chat template ends an assistant's turn with {after!r}, which has no special token: a model "
                 "trained with it would not learn to stop. Add the tokenizer's end-of-sequence token to the template."
             )
         return ends[0]
-
-    @cached_property
-    def stop(self) -> list[int]:
-        """The ids that end a reply: the template's end of turn, and the tokenizer's end of sequence."""
-        eos = self.tokenizer.eos_token_id
-        return [self.end_of_turn, *([eos] if eos not in (None, self.end_of_turn) else [])]
-
-    @property
-    def _ends(self) -> set[int]:
-        return {*self._special, *([] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id])}
 
     @cached_property
     def _structure(self) -> list[str]:

@@ -135,8 +135,10 @@ def test_what_cannot_be_a_template_is_refused_with_a_cure() -> None:
     with pytest.raises(TemplateUnusable, match=r"no chat template.*prompt and completion or of text.*chat_template ="):
         ChatTemplate(with_template(None))
     with pytest.raises(TemplateUnusable, match="no special token: a model trained with it would not learn to stop"):
-        ChatTemplate(with_template(ENDLESS)).training_rows(TALK)
-    fussy = "{{ raise_exception('roles must alternate') if messages[0].role == 'system' else 'ok' }}"
+        ChatTemplate(with_template(ENDLESS))
+    with pytest.raises(TemplateUnusable, match="does not show the text of an assistant's message as it is"):
+        ChatTemplate(with_template(SMOLLM2.replace("message['content']", "message['content'] | lower")))
+    fussy = "{% if messages[0].role == 'system' %}{{ raise_exception('roles must alternate') }}{% endif %}" + SMOLLM2
     with pytest.raises(TemplateUnusable, match="refuses messages of system, user: roles must alternate"):
         ChatTemplate(with_template(fussy)).prompt(TALK[:2])
     with pytest.raises(RowUnusable, match=r"message 2 \(user\) has '<\|im_end\|>' in its text"):
