@@ -8,7 +8,7 @@ with RLTrainer("smollm2-135m-instruct", reward_func=right, group_size=8) as trai
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -17,9 +17,13 @@ import tinker
 from tinker import types
 
 from gradserve.algorithms.collect import Collector, Group, Sampling
-from gradserve.algorithms.datums import scored
-from gradserve.algorithms.policy_batch import PolicyBatch
+from gradserve.algorithms.datums import datum, scored
+from gradserve.algorithms.policy_batch import Floats, PolicyBatch, episode_mask
 from gradserve.algorithms.rl_variants import VARIANTS
+from gradserve.algorithms.rollouts.advantages import is_informative, soft_overlong_penalty
+from gradserve.algorithms.rollouts.corrections import CORRECTIONS
+from gradserve.algorithms.rollouts.producer import RolloutProducer
+from gradserve.algorithms.rollouts.store import RolloutStore
 from gradserve.algorithms.schedules import Schedule
 from gradserve.algorithms.trainer import Answer, Batch, Metrics, Trainer
 from gradserve.data.dataset import Dataset
@@ -33,8 +37,12 @@ from gradserve.tracking import rl_metrics
 from gradserve.tracking.statistics import estimate
 
 _EVALUATION_SEED = 7_777_777
-_STEPS_APART, _ROUNDS_APART, _SEEDS_APART = 15_485_863, 49_979_687, 86_028_121
-"""Between the sampling seeds of steps, of rounds within one, and of trainers with neighbouring seeds."""
+_BATCHES_APART, _SEEDS_APART = 15_485_863, 86_028_121
+"""Between the sampling seeds of batches, and of trainers with neighbouring seeds."""
+_MOST_ROUNDS = 10
+"""Batches that dynamic sampling looks through for one step."""
+_BUFFER = 5
+"""Parts of the token limit, of which the last is DAPO's buffer: 4,096 of 20,480 tokens in the paper."""
 _SHOWN = 4
 """Answers of an evaluation that are logged."""
 
@@ -93,6 +101,10 @@ class RLTrainer(Trainer):
             raise ValueError(f"algorithm is {algorithm!r}: give one of {', '.join(VARIANTS)}")
         if group_size < 2:
             raise ValueError(f"group_size is {group_size}: an answer is compared with the others, give at least 2")
+        if importance_correction not in CORRECTIONS:
+            raise ValueError(
+                f"importance_correction is {importance_correction!r}: give one of {', '.join(CORRECTIONS)}"
+            )
         if max_off_policy_steps < 0 or eval_samples < 1 or max_tokens < 1:
             raise ValueError("max_off_policy_steps is at least 0, eval_samples and max_tokens at least 1")
         self.algorithm, self.variant = algorithm, VARIANTS[algorithm]
@@ -113,7 +125,7 @@ class RLTrainer(Trainer):
         )
         self._samplers: dict[int, Any] = {}
         self._reference: tinker.SamplingClient | None = None
-        self._asked = 0
+        self._asked = self._handed = 0
 
     def close(self) -> None:
         """Also ends the reward's processes."""
@@ -131,68 +143,107 @@ class RLTrainer(Trainer):
         self._samplers = {self.step: self.run.save_weights_and_get_sampling_client()}
         if self.kl_coef:
             self._reference = self.service.create_sampling_client(base_model=self.base_model).result()
+        self.rollouts = RolloutStore(self.log_dir / "rollouts.sqlite", tokenizer.decode)
+        self.rollouts.cut(self.step)
+
+    def _end(self) -> None:
+        self.rollouts.close()
+
+    def _state(self) -> dict[str, Any]:
+        return {"batches": self._handed}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self._handed = int(state["batches"])
 
     def _batches(self, dataset: Dataset, batch_size: int, epochs: int) -> Generator[Batch]:
         """Groups instead of rows."""
         rows = super()._batches(dataset, batch_size, epochs)
-        if self.variant.dynamic_sampling:
-            yield from self._with_something_to_teach(rows, batch_size)
-            return
-        for batch in rows:
-            yield replace(batch, items=self._collect(batch.items))
+        with RolloutProducer(
+            rows, self._collect, lambda: self._asked, max_off_policy_steps=self.staleness, first=self._handed
+        ) as producer:
+            if self.variant.dynamic_sampling:
+                yield from self._with_something_to_teach(producer, batch_size)
+            else:
+                for batch in producer:
+                    self._handed += 1
+                    yield batch
 
-    def _with_something_to_teach(self, rows: Generator[Batch], batch_size: int) -> Generator[Batch]:
-        """Batches of ``batch_size`` groups whose rewards differ, from as many rows as that takes."""
+    def _with_something_to_teach(self, collected: Iterable[Batch], batch_size: int) -> Generator[Batch]:
+        """Batches of ``batch_size`` groups whose rewards differ, from up to 10 times as many rows."""
         kept: list[Group] = []
         last: Batch | None = None
-        rounds = 0
-        for batch in rows:
+        rounds = held = 0
+        for batch in collected:
             if last is not None and kept and batch.epoch > last.epoch:
+                self._handed, held = self._handed + held, 0
                 yield replace(last, items=kept)
                 kept, rounds = [], 0
-            kept += [group for group in self._collect(batch.items, rounds) if _teaches(group)]
-            last, rounds = batch, rounds + 1
-            if len(kept) >= batch_size:
-                yield replace(batch, items=kept)
+            kept += [group for group in batch.items if is_informative(group)]
+            last, rounds, held = batch, rounds + 1, held + 1
+            if len(kept) >= batch_size or rounds == _MOST_ROUNDS:
+                self._handed, held = self._handed + held, 0
+                yield replace(batch, items=kept or batch.items)
                 kept, rounds = [], 0
         if last is not None and kept:
+            self._handed += held
             yield replace(last, items=kept)
 
-    def _collect(self, rows: Sequence[Mapping[str, Any]], rounds: int = 0) -> list[Group]:
-        """Groups from the newest weights."""
-        seed = (self.seed * _SEEDS_APART + self._asked) * _STEPS_APART + rounds * _ROUNDS_APART
-        sampler = self._samplers[self._asked].result()
-        return self._collector.groups(sampler, rows, self.group_size, self.sampling, self._asked, seed)
+    def _collect(self, rows: Sequence[Mapping[str, Any]], version: int, seed: int) -> list[Group]:
+        sampler = self._samplers[version].result()
+        seed = (self.seed * _SEEDS_APART + seed) * _BATCHES_APART
+        groups = self._collector.groups(sampler, rows, self.group_size, self.sampling, version, seed)
+        if not self.variant.overlong_penalty:
+            return groups
+        buffer = max(1, self._most_tokens // _BUFFER)
+        return [[soft_overlong_penalty(each, self._most_tokens, buffer) for each in group] for group in groups]
+
+    @property
+    def _most_tokens(self) -> int:
+        """What an episode may sample."""
+        return self.sampling.max_tokens * self._environment.max_turns
 
     def _ask(self, items: Sequence[Any], learning_rate: float) -> Answer:
         groups: list[Group] = list(items)
         metrics = rl_metrics.of_groups(groups, version=self._asked)
-        batch = PolicyBatch.of(groups, self.variant, self.sampling.max_tokens)
+        batch = PolicyBatch.of(groups, self.variant, self._most_tokens)
         answers: list[Any] = []
         if batch.episodes:
-            metrics |= self._towards_reference(batch)
+            metrics |= self._corrected(batch) | self._towards_reference(batch)
             loss: Any = self.variant.loss
             answers.append(self.run.forward_backward(batch.data(), loss, self._loss_config or None))
             answers.append(self.run.optim_step(self._step_params(learning_rate)))
         self._asked += 1
         self._samplers[self._asked] = self.run.save_weights_and_get_sampling_client()
-        self._samplers.pop(self._asked - 2, None)
+        self._samplers.pop(self._asked - self.staleness - 2, None)
+        self.rollouts.append(self._asked, groups)
 
         def answer() -> Metrics:
             if not answers:  # no group has anything to teach
                 return metrics | {"loss": 0.0, "optim/grad_norm": 0.0}
             result, stepped = (future.result() for future in answers)
             now = [scored(output) for output in result.loss_fn_outputs]
-            anchors, advantages = ([each[1:] for each in found] for found in (batch.anchors, batch.advantages))
-            return (
-                metrics
-                | {"loss": result.metrics["loss:sum"]}
-                | {"optim/grad_norm": (stepped.metrics or {}).get("grad_norm", math.nan)}
-                | rl_metrics.of_ratios(now, anchors, self._loss_config, advantages=advantages, mask=batch.masks())
-                | rl_metrics.of_mismatch(now, [np.array(each.logprobs[1:]) for each in batch.episodes], batch.masks())
-            )
+            norm = (stepped.metrics or {}).get("grad_norm", math.nan)
+            return metrics | self._moved(batch, now) | {"loss": result.metrics["loss:sum"], "optim/grad_norm": norm}
 
         return answer
+
+    def _moved(self, batch: PolicyBatch, now: Sequence[Floats]) -> Metrics:
+        """How far the trainer's log-probs ``now`` are from those that were sampled by."""
+        masks = batch.shifted([episode_mask(each) for each in batch.episodes])
+        sampled = batch.shifted([np.array(each.logprobs) for each in batch.episodes])
+        gains = batch.shifted(batch.advantages)
+        anchors = batch.shifted(batch.anchors)
+        return rl_metrics.of_ratios(
+            now, anchors, self._loss_config, advantages=gains, mask=masks
+        ) | rl_metrics.of_mismatch(now, sampled, masks)
+
+    def _corrected(self, batch: PolicyBatch) -> Metrics:
+        """Weigh stale tokens, by one more forward pass of the weights that are trained."""
+        if self._correction == "none":
+            return {}
+        passed = self.run.forward([datum(each.tokens) for each in batch.episodes], "cross_entropy").result()
+        now = [np.concatenate([[0.0], scored(output)]) for output in passed.loss_fn_outputs]
+        return batch.corrected(now, self._correction, self._cap)
 
     def _towards_reference(self, batch: PolicyBatch) -> Metrics:
         """Take kl_coef·(log p - log p_ref) from the advantage of each sampled token: the k1 estimate as a reward."""
@@ -202,11 +253,11 @@ class RLTrainer(Trainer):
             self._reference.compute_logprobs(types.ModelInput.from_ints(list(each.tokens))) for each in batch.episodes
         ]
         references = [np.array([0.0, *future.result()[1:]]) for future in asked]
-        for number, (each, reference) in enumerate(zip(batch.episodes, references, strict=True)):
-            apart = (np.array(each.logprobs) - reference) * np.array(each.mask)
-            batch.advantages[number] = batch.advantages[number] - self.kl_coef * apart
         policy = [np.array(each.logprobs) for each in batch.episodes]
-        return rl_metrics.of_kl(policy, references, [np.array(each.mask) for each in batch.episodes])
+        masks = [episode_mask(each) for each in batch.episodes]
+        for number, (own, reference, mask) in enumerate(zip(policy, references, masks, strict=True)):
+            batch.advantages[number] = batch.advantages[number] - self.kl_coef * (own - reference) * mask
+        return rl_metrics.of_kl(policy, references, masks)
 
     def _evaluate(self, rows: Sequence[Mapping[str, Any]]) -> Metrics:
         """``eval_samples`` episodes of each row, always with the same random numbers."""
@@ -231,8 +282,3 @@ class RLTrainer(Trainer):
         lines = [f"- **{each.reward:.3g}** {each.messages[-1].get('content') or ''!r}" for each in shown]
         if self.tracker is not None:
             self.tracker.text(self.step, "eval/samples", "\n".join(lines))
-
-
-def _teaches(group: Group) -> bool:
-    rewards = {each.reward for each in group if each.failure is None}
-    return len(rewards) > 1
