@@ -118,6 +118,8 @@ class RLTrainer(Trainer):
         config = dict(env_config or {})
         self._chat, self._system_prompt = bool(config.pop("chat", True)), config.pop("system_prompt", None)
         self._environment = environment_of(config)
+        if self._system_prompt and "environment" in config:
+            raise ValueError("system_prompt is for single-turn rows; an environment's start gives its own messages")
         if reward_func is None and self._environment.make is SingleTurn:
             raise ValueError("there is no reward: give reward_func, or an env_config with an environment that rewards")
         self._rewards = (

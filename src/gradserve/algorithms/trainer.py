@@ -224,7 +224,7 @@ class Trainer(abc.ABC):
         eval_rows = None if eval_data is None else _rows_of(eval_data)
         folder = LogFolder(self._log_dir, self.kind)
         self._log_dir = folder.path
-        saved = self._open(folder, resume)
+        saved = _chosen(folder, resume)
         if saved is not None:
             dataset = dataset.at(saved.position)
             if early_stop is not None and "early_stop" in saved.state:
@@ -232,12 +232,14 @@ class Trainer(abc.ABC):
         loop = _Loop(
             self, folder, dataset, eval_rows, eval_every, checkpoint_every, early_stop, budget, tuple(callbacks)
         )
-        self._begin()
-        try:
-            return loop.run(batch_size, epochs, saved)
-        finally:
-            self.tracker = None
-            self._end()
+        with self._tracked(folder, saved, resume is not False):
+            self._open(saved)
+            loop.number = self.step
+            self._begin()
+            try:
+                return loop.run(batch_size, epochs, saved)
+            finally:
+                self._end()
 
     def evaluate(self, data: Any) -> Metrics:
         """The run as it is now on other data; metrics by name, ``eval/...``."""
@@ -264,18 +266,33 @@ class Trainer(abc.ABC):
             self._service = connect()
         return self._service
 
-    def _open(self, folder: LogFolder, resume: bool | str) -> Saved | None:
-        """Make the run, or take up a checkpoint; that one. Raises ValueError when it is not known here."""
-        saved = _chosen(folder, resume)
+    @contextlib.contextmanager
+    def _tracked(self, folder: LogFolder, saved: Saved | None, resumes: bool) -> Iterator[None]:
+        """Opened before there is a run: a folder with another training's lines is refused before anything is paid."""
+        step = self.step if saved is None else saved.step
+        goes_on = step if saved is not None or resumes or self._run is not None else None
+        with Tracker(folder.path, sinks=self._sinks, config=self._config(), resume_step=goes_on) as self.tracker:
+            try:
+                yield
+            finally:
+                self.tracker = None
+
+    def _config(self) -> dict[str, Any]:
+        """What a tracker shows of the settings."""
+        rate = self._learning_rate if isinstance(self._learning_rate, float | int | str) else "a function"
+        return {"trainer": self.kind, "model": self.base_model, "rank": self.rank, "seed": self.seed,
+                "learning_rate": rate, **self._adam}  # fmt: skip
+
+    def _open(self, saved: Saved | None) -> None:
+        """Make the run, or take up the checkpoint."""
         self._model = None
         if saved is None:
             if self._run is None:
                 self._run = self._new_run()
-            return None
+            return
         self._run = self.service.create_training_client_from_state_with_optimizer(saved.path).result()
         self.step = saved.step
         self._restore(saved.state)
-        return saved
 
     def _new_run(self) -> tinker.TrainingClient:
         return self.service.create_lora_training_client(
@@ -334,7 +351,7 @@ class _Loop:
         self.history: list[Metrics] = []
         self.evaluations: list[Metrics] = []
         self.stopped: str | None = None
-        self._number = trainer.step
+        self.number = trainer.step
         self._epoch = 1
         self._asked: deque[tuple[int, Batch, Answer, float]] = deque()
         self._last: Batch | None = None
@@ -349,11 +366,9 @@ class _Loop:
         self._total = self._steps_in_all(batch_size, epochs)
         folder = self.folder.path
         with (
-            Tracker(folder, sinks=trainer._sinks, resume_step=resumed.step if resumed else None) as self.tracker,
             progress_line(trainer.kind, self._total, trainer.step, trainer.shown) as self._show,
             contextlib.closing(trainer._batches(self.dataset, batch_size, epochs)) as batches,
         ):
-            trainer.tracker = self.tracker
             if resumed is None:
                 self._evaluate()
             else:
@@ -383,18 +398,18 @@ class _Loop:
                 break
 
     def _ask(self, batch: Batch) -> None:
-        done = self._number / self._total if self._total else 0.0
+        done = self.number / self._total if self._total else 0.0
         rate = value_at(self.trainer._learning_rate, min(done, 1.0))
-        self._number += 1
-        self._asked.append((self._number, batch, self.trainer._ask(batch.items, rate), rate))
+        self.number += 1
+        self._asked.append((self.number, batch, self.trainer._ask(batch.items, rate), rate))
 
     def _due(self, every: int | None) -> bool:
-        return every is not None and self._number % every == 0
+        return every is not None and self.number % every == 0
 
     def _stops_here(self) -> bool:
         """Whether nothing may be in flight after the step that was asked for last."""
         most = self.budget.max_steps
-        ends = most is not None and self._number >= most
+        ends = most is not None and self.number >= most
         return ends or self._due(self.checkpoint_every) or self._due(self.eval_every)
 
     def _steps_in_all(self, batch_size: int, epochs: int) -> int | None:
@@ -422,12 +437,16 @@ class _Loop:
     def _note(self, step: int, batch: Batch, metrics: Metrics) -> None:
         lost = [name for name in ("loss", "optim/grad_norm") if not math.isfinite(metrics.get(name, 0.0))]
         self.history.append({"step": step, "epoch": batch.epoch, **metrics})
-        self.tracker.log(step, metrics | {"epoch": batch.epoch})
+        self._log(step, metrics | {"epoch": batch.epoch})
         if lost:
             before = self.folder.checkpoints
             advice = f"resume from {before[-1].path} with a lower learning_rate" if before else "lower learning_rate"
             raise Diverged(f"step {step}: {lost[0]} is {metrics[lost[0]]}; {advice}")
         self._show(metrics)
+
+    def _log(self, step: int, metrics: Metrics) -> None:
+        if self.trainer.tracker is not None:
+            self.trainer.tracker.log(step, metrics)
 
     def _evaluate(self) -> None:
         """Evaluate the run as it is, where there is something to evaluate on."""
@@ -436,7 +455,7 @@ class _Loop:
         step = self._evaluated_at = self.trainer.step
         metrics = self.trainer._evaluate(self.eval_rows)
         self.evaluations.append({"step": step, "epoch": self._epoch, **metrics})
-        self.tracker.log(step, metrics)
+        self._log(step, metrics)
         self._tell(Event("evaluation", step, self._epoch, metrics, self.trainer))
         stop = self.early_stop
         if stop is not None and stop.after(metrics) and self.stopped is None:
