@@ -216,9 +216,9 @@ def test_a_file_overwritten_with_noise(file: Path) -> None:
     with RolloutStore(file) as store:
         store.append(1, [big_group()])
     data = bytearray(file.read_bytes())
-    data[8192:-8192] = b"\xa5" * (len(data) - 16384)
+    data[50_000:-50_000] = b"\xa5" * (len(data) - 100_000)
     file.write_bytes(data)
-    with RolloutStore(file) as store, pytest.raises(RolloutFileError, match=r"rollouts\.sqlite"):
+    with pytest.raises(RolloutFileError, match=r"rollouts\.sqlite is damaged"), RolloutStore(file) as store:
         list(store.replay())
 
 
