@@ -1,0 +1,44 @@
+"""Supervised fine-tuning on conversations by TRL. It can't tell the assistant's turns by SmolLM2's template, so that a user
+has to mark them in it."""
+
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+ALL_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+MARKED_TURN = (
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}"
+)
+
+
+def train(model, rows, *, seed, steps, learning_rate, callback=None):
+    """In the order of the rows; the assistant's turns are trained."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    head, turn = "{{'<|im_start|>' + message['role'] + '\n' ", "+ message['content'] + '<|im_end|>' + '\n'}}"
+    tokenizer.chat_template = tokenizer.chat_template.replace(head + turn, head + "}}" + MARKED_TURN)
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(
+            per_device_train_batch_size=8,
+            learning_rate=learning_rate,
+            lr_scheduler_type="constant",
+            max_grad_norm=0,
+            assistant_only_loss=True,
+            train_sampling_strategy="sequential",
+            max_steps=steps,
+            seed=seed,
+            bf16=False,
+            gradient_checkpointing=False,
+            use_cpu=True,
+            logging_steps=1,
+            report_to="none",
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=ALL_MODULES),
+        callbacks=[callback] if callback else [],
+    )
+    trainer.train()
+    return trainer.model
