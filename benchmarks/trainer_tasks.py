@@ -48,7 +48,7 @@ def chats(seed: int, count: int) -> Rows:
 
 
 def _chat(draw: random.Random) -> list[dict[str, str]]:
-    messages = []
+    messages = [{"role": "system", "content": "Answer briefly."}]
     for _ in range(draw.randint(1, MOST_TURNS)):
         left, right = draw.randint(SMALLEST, LARGEST), draw.randint(SMALLEST, LARGEST)
         why = f" Take {left}, then count {right} further." * draw.randint(0, 2)

@@ -16,12 +16,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from .run import conditions
 from .trainer_tasks import REWARDS, ROWS, chats
 
 SCRIPTS = Path(__file__).parent / "user_scripts"
@@ -42,8 +44,8 @@ def tree_cpu_s() -> float:
 class Recorder:
     """Notes the value after each step; a callback of either library.
 
-    The clock starts with the first step, so that neither imports nor the loading of a model count; they are
-    ``start_cpu_s``. For gradserve's trainers, which tell no beginning, that is the moment when the run is there.
+    The clock starts when the loop over steps begins, so that neither imports nor the loading of model and tokenizer
+    count; they are ``start_cpu_s``. gradserve's trainers tell no beginning: ``_tell_when_it_begins`` listens for it.
     """
 
     def __init__(self, ours: str, theirs: str) -> None:
@@ -102,15 +104,15 @@ def run_here(script: str, model: str, settings: dict[str, Any]) -> dict[str, Any
 
 
 def _tell_when_it_begins(recorder: Recorder) -> None:
-    from gradserve.algorithms.trainer import Trainer
+    from gradserve.algorithms import trainer
 
-    opened = Trainer._open
+    loop = trainer._Loop.run
 
-    def told(self: Trainer, saved: Any) -> None:
-        opened(self, saved)
+    def told(*given: Any) -> Any:
         recorder.begin()
+        return loop(*given)
 
-    Trainer._open = told  # type: ignore[method-assign]
+    trainer._Loop.run = told  # type: ignore[method-assign]
 
 
 def run_apart(python: str, script: str, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -161,6 +163,46 @@ def code_lines(script: str) -> int:
             left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines = enumerate(source.splitlines(), 1)
     return sum(number not in left_out and bool(line.split("#")[0].strip()) for number, line in lines)
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """What rl_trl and sft_trl are asked alike."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl-python", required=True, help="the interpreter that has trl")
+    parser.add_argument("--model", required=True, help="NAME=DIRECTORY")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--learning-rate", type=float, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, required=True)
+    return parser
+
+
+def add_runs(
+    kind: str,
+    name: str,
+    model: Path,
+    settings: dict[str, Any],
+    asked: argparse.Namespace,
+    summary: Callable[[list[dict[str, Any]]], dict[str, Any]],
+) -> None:
+    """Run both scripts for each seed at the same time; the record in ``asked.out`` is whole after each seed."""
+    pythons = {"gradserve": sys.executable, "trl": asked.trl_python}
+    record = json.loads(asked.out.read_text()) if asked.out.exists() else {"conditions": conditions(), "models": {}}
+    record["code_lines"] = {library: code_lines(f"{kind}_{library}") for library in pythons}
+    entry = record["models"].setdefault(name, {"settings": settings, "runs": []})
+    if entry["settings"] != settings:
+        raise ValueError(f"{asked.out} has runs of {name} with {entry['settings']}: give another file")
+    for seed in asked.seeds:
+        with ThreadPoolExecutor() as pool:
+            begun = {
+                library: pool.submit(run_apart, python, f"{kind}_{library}", model, settings | {"seed": seed})
+                for library, python in pythons.items()
+            }
+            entry["runs"].append({"seed": seed} | {library: future.result() for library, future in begun.items()})
+        entry["summary"] = summary(entry["runs"])
+        asked.out.write_text(json.dumps(record, indent=1) + "\n")
+        print(json.dumps({"seed": seed, **entry["summary"]["seeds"][-1]}), flush=True)
+    print(json.dumps({"lines": record["code_lines"], **entry["summary"]["ratios"]}))
 
 
 def main() -> None:

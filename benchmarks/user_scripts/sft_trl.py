@@ -1,5 +1,5 @@
 """Supervised fine-tuning on conversations by TRL. It can't tell the assistant's turns by SmolLM2's template, so that a user
-has to mark them in it."""
+has to write one that marks them."""
 
 from datasets import Dataset
 from peft import LoraConfig
@@ -7,17 +7,17 @@ from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 ALL_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
-MARKED_TURN = (
-    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}"
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
 )
 
 
 def train(model, rows, *, seed, steps, learning_rate, callback=None):
     """In the order of the rows; the assistant's turns are trained."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    head, turn = "{{'<|im_start|>' + message['role'] + '\n' ", "+ message['content'] + '<|im_end|>' + '\n'}}"
-    tokenizer.chat_template = tokenizer.chat_template.replace(head + turn, head + "}}" + MARKED_TURN)
+    tokenizer.chat_template = CHATML
     trainer = SFTTrainer(
         model=model,
         args=SFTConfig(
@@ -26,6 +26,7 @@ def train(model, rows, *, seed, steps, learning_rate, callback=None):
             lr_scheduler_type="constant",
             max_grad_norm=0,
             assistant_only_loss=True,
+            loss_type="nll",
             train_sampling_strategy="sequential",
             max_steps=steps,
             seed=seed,
