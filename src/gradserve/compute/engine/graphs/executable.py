@@ -234,10 +234,7 @@ def constant_tensor(constant: Constant, device: torch.device) -> Tensor:
 def checked(given: Input, value: Tensor, sizes: dict[str, int]) -> Tensor:
     """``value``, if it is what ``given`` declares; ``sizes`` remembers what each symbol stood for."""
     fits = given.dtype == "any" or value.dtype == dtype_of(given.dtype)
-    fits = fits and value.ndim == len(given.shape)
-    for expected, size in zip(given.shape, value.shape, strict=False):
-        fits = fits and size == (sizes.setdefault(expected, size) if isinstance(expected, str) else expected)
-    if not fits:
+    if not (fits and given.fits(value.shape, sizes)):
         known = {symbol: size for symbol, size in sizes.items() if symbol in given.shape}
         raise Invalid(
             "graph_input",
