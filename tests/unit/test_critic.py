@@ -47,11 +47,11 @@ def test_advantages_are_those_of_the_recursion_over_the_sampled_tokens() -> None
     values = torch.randn(2, longest, generator=generator, dtype=torch.float64).requires_grad_()
     old = padded("logprobs").double()
     logprobs = (old + 0.1 * torch.randn(2, longest, generator=generator, dtype=torch.float64)).requires_grad_()
-    given = [padded(name).double() for name in ("rewards", "sampled", "order", "follows")]
+    rewards, sampled, order, follows = (padded(name).double() for name in ("rewards", "sampled", "order", "follows"))
+    successor = padded("successor").long()
     loss, metrics = ppo(
-        logprobs, old, values, *given, padded("successor").long(),
-        clip=0.2, value_weight=0.5, gamma=GAMMA, decay=math.log(GAMMA * LAMBDA),
-    )  # fmt: skip
+        logprobs, old, values, rewards, sampled, order, follows, successor, gamma=GAMMA, decay=math.log(GAMMA * LAMBDA)
+    )
 
     advantages, returns, ratios = [], [], []
     for row, each in enumerate(episodes):
@@ -66,8 +66,8 @@ def test_advantages_are_those_of_the_recursion_over_the_sampled_tokens() -> None
     gains = [min(r * a, min(max(r, 0.8), 1.2) * a) for r, a in zip(ratios, white, strict=True)]
     errors = array**2  # a return less its value is the advantage
     assert float(loss.detach()) == pytest.approx(-np.mean(gains) + 0.5 * errors.mean(), rel=1e-9)
-    assert float(metrics["value_error"]) == pytest.approx(errors.mean(), rel=1e-9)
-    assert float(metrics["explained_variance"]) == pytest.approx(1 - errors.mean() / np.var(returns), rel=1e-6)
+    assert float(metrics["value_error"].detach()) == pytest.approx(errors.mean(), rel=1e-9)
+    assert float(metrics["explained_variance"].detach()) == pytest.approx(1 - errors.mean() / np.var(returns), rel=1e-6)
     loss.backward()  # type: ignore[no-untyped-call]
     assert values.grad is not None
     assert not values.grad[padded("sampled") == 0].any(), "what was given is not judged"
