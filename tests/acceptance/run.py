@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import shlex
 import signal
 import socket
@@ -17,16 +18,31 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from .workspace import DEFAULT_ROOT, MODEL_NAMES, Workspace
+from .workspace import DEFAULT_ROOT, MODEL_NAMES, MORE_ARGUMENTS, Workspace
 
-DEFAULT_RECIPES = ("math_rl", "chat_sl", "rolling_checkpoints", "dpo")
-"""Between them they use every primitive, checkpoints, resume and a custom loss."""
+DEFAULT_RECIPES = (
+    "math_rl",
+    "chat_sl",
+    "rolling_checkpoints",
+    "dpo",
+    "shorter",
+    "rlhf_pipeline",
+    "off_policy_reasoning",
+    "on_policy_distillation",
+    "on_policy_multi_teacher",
+    "guess_number",
+    "twenty_questions",
+)
+"""Every recipe test that needs neither a hub nor a package, a data set or an image model that is not on PyPI."""
+
+SMALLER = {"guess_number": "eval_every=0", "twenty_questions": "eval_every=0"}
+"""Recipe arguments added to those of the test, unless ``--full``: either game evaluates with thousands of episodes."""
 
 API_KEY = "tml-acceptance-suite-0000"
 HEALTHY_WITHIN_S = 120.0
@@ -97,6 +113,11 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             process.wait(STOPPED_WITHIN_S)
         except subprocess.TimeoutExpired:
             print(f"the server did not stop within {STOPPED_WITHIN_S:.0f} s of SIGINT: killed", flush=True)
+    end_group(process)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of a process and its descendants."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -104,8 +125,11 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def run_recipe_tests(work: Workspace, recipe: str, base_url: str, run_dir: Path) -> list[Result]:
-    """All tests of one recipe, by the cookbook's own pytest configuration, their output in a log file."""
+def run_recipe_tests(work: Workspace, recipe: str, base_url: str, run_dir: Path, more: str) -> list[Result]:
+    """All tests of one recipe, by the cookbook's own pytest configuration, their output in a log file.
+
+    ``more`` are words that are added to the arguments with which the tests start the recipe.
+    """
     report, log_path = run_dir / f"{recipe}.xml", run_dir / f"{recipe}.log"
     environment = {
         **work.offline_environment(run_dir / "hf"),
@@ -113,24 +137,30 @@ def run_recipe_tests(work: Workspace, recipe: str, base_url: str, run_dir: Path)
         "TINKER_API_KEY": os.environ.get("TINKER_API_KEY", API_KEY),
         "TINKER_TELEMETRY": "0",
         "TINKER_COOKBOOK_RUNS_DIR": str(run_dir / "recipe-runs"),
+        MORE_ARGUMENTS: more,
     }
     command = [
-        *(work.python, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+        *(work.python, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"),
         *("-c", work.cookbook / "pyproject.toml", "--rootdir", work.cookbook, "--junit-xml", report),
         work.cookbook / "tests" / "recipes" / f"test_recipe_{recipe}.py",
     ]
     began = time.monotonic()
     with log_path.open("wb") as log:
-        done = subprocess.run(
+        tests = subprocess.Popen(
             [str(part) for part in command],
             cwd=work.recipes_cwd,
             env=environment,
             stdout=log,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
+        try:
+            tests.wait()
+        finally:
+            end_group(tests)  # an interrupted run leaves no recipe behind
     results = read_report(recipe, report) if report.is_file() else []
-    if not results or (done.returncode != 0 and all(result.outcome == "passed" for result in results)):
-        message = f"pytest ended with status {done.returncode}, see {log_path}\n{tail(log_path)}"
+    if not results or (tests.returncode != 0 and all(result.outcome == "passed" for result in results)):
+        message = f"pytest ended with status {tests.returncode}, see {log_path}\n{tail(log_path)}"
         results.append(Result(recipe, "(pytest)", "failed", time.monotonic() - began, message))
     return results
 
@@ -149,6 +179,12 @@ def read_report(recipe: str, report: Path) -> list[Result]:
     return results
 
 
+def ended_cpu_s() -> float:
+    """Processor seconds of all processes below this one that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def tail(path: Path) -> str:
     """The last lines of a text file."""
     return "\n".join(path.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])
@@ -159,18 +195,19 @@ def line(result: Result) -> str:
     return f"{result.recipe:24} {result.test:34} {result.outcome:8} {result.seconds:8.1f} s"
 
 
-def run(work: Workspace, recipes: list[str], base_url: str, run_dir: Path) -> bool:
+def run(work: Workspace, recipes: list[str], base_url: str, run_dir: Path, smaller: Mapping[str, str]) -> bool:
     """Run the recipes one after the other and print the table. True if all passed."""
     results: list[Result] = []
     for recipe in recipes:
-        for result in run_recipe_tests(work, recipe, base_url, run_dir):
-            print(line(result), flush=True)
+        more = smaller.get(recipe, "")
+        for result in run_recipe_tests(work, recipe, base_url, run_dir, more):
+            print(line(result), f"with {more}" if more else "", flush=True)
             results.append(result)
     failed = [result for result in results if result.outcome != "passed"]
     for result in failed:
         print(f"\n=== {result.recipe} {result.test} {result.outcome}\n{result.message.strip()}", flush=True)
     total = sum(result.seconds for result in results)
-    print(f"\nlogs: {run_dir}\n{len(results)} tests, {total:.0f} s")
+    print(f"\nlogs: {run_dir}\n{len(results)} tests, {total:.0f} s; processor time of clients: {ended_cpu_s():.0f} s")
     print(f"{len(results) - len(failed)} passed, {len(failed)} failed", flush=True)
     return not failed
 
@@ -182,6 +219,7 @@ def main() -> int:
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"default: {' '.join(DEFAULT_RECIPES)}")
     parser.add_argument("--work", type=Path, default=DEFAULT_ROOT, help="the prepared workspace (default: %(default)s)")
     parser.add_argument("--base-url", help="a running server to use; it must serve the recipes' model names")
+    parser.add_argument("--full", action="store_true", help=f"without the smaller settings: {SMALLER}")
     parser.add_argument(
         "--server",
         default=f"{shlex.quote(str(beside_us))} serve",
@@ -197,12 +235,15 @@ def main() -> int:
         parser.error(f"no such recipe test: {', '.join(unknown)}")
     run_dir = work.runs / time.strftime("%Y%m%d-%H%M%S")
     run_dir.mkdir(parents=True)
+    smaller = {} if arguments.full else SMALLER
     if arguments.base_url:
-        return 0 if run(work, recipes, arguments.base_url, run_dir) else 1
+        return 0 if run(work, recipes, arguments.base_url, run_dir, smaller) else 1
     # As Ctrl-C does: leave through the context manager, so that no server is left behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with server(work, arguments.server, run_dir) as base_url:
-        return 0 if run(work, recipes, base_url, run_dir) else 1
+        passed = run(work, recipes, base_url, run_dir, smaller)
+    print(f"processor time with the server: {ended_cpu_s():.0f} s", flush=True)
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

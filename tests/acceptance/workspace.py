@@ -15,6 +15,9 @@ TORCH = "2.13.0"
 
 DEFAULT_ROOT = Path(__file__).parents[2] / "acceptance-work"
 
+MORE_ARGUMENTS = "GRADSERVE_ACCEPTANCE_ARGUMENTS"
+"""The environment variable whose words the stand-in for ``uv`` adds to the arguments of a recipe."""
+
 MODEL_NAMES = (
     "Qwen/Qwen3-4B-Instruct-2507",
     "Qwen/Qwen3-8B",

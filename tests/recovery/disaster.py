@@ -32,7 +32,9 @@ class Machine:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
+    def start(self, models: dict[str, str] | None = None) -> None:
+        """Again, maybe with other models than before."""
+        self._models = models or self._models
         _, self.server = serve_on(self._models, self.data_dir, self.port, **self._environment)
 
     def health(self) -> dict[str, Any]:
@@ -63,6 +65,10 @@ class Machine:
         for pid in self.worker_pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """In order, as by a service manager."""
+        stop(self.server)
 
     def kill_server(self) -> None:
         self.server.kill()

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from gradserve.cli import main
 from gradserve.settings import Settings
+from gradserve.tracking.names import NAMES
 from gradserve.wire.losses import LOSSES
 
 FROZEN = Path(__file__).parent / "frozen"
@@ -44,3 +45,7 @@ def test_losses() -> None:
         for spec in LOSSES.values()
     ]
     check("losses.txt", "\n".join(lines) + "\n")
+
+
+def test_metrics() -> None:
+    check("metrics.txt", "".join(f"{name}: {meaning}\n" for name, meaning in NAMES.items()))

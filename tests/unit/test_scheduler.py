@@ -136,7 +136,7 @@ def _first_time(task_id: str) -> str:
 class World:
     """Everything that a scheduler needs, and a run "r"."""
 
-    def __init__(self, folder: Path, **changed: Any) -> None:
+    def __init__(self, folder: Path, catalog: Catalog | None = None, **changed: Any) -> None:
         self.objects = ObjectStore(folder / "fast", folder / "durable")
         self.folders = CheckpointFolders(folder / "checkpoints", self.objects, Catalog([]))
         self.store = SqlStore.in_memory()
@@ -150,14 +150,14 @@ class World:
             self.worker,
             self.objects,
             self.folders,
-            Catalog([]),
+            catalog or Catalog([]),
             settings,
             on_fatal=lambda: self.fatal.append(True),
         )
 
-    async def submit(self, seq: int, body: OpBody, told: bool = True) -> str:
+    async def submit(self, seq: int, body: OpBody, told: bool = True, **of_run: Any) -> str:
         op = Op(f"r:op:{seq}", "t", "s", "r", seq, kind_of(body), encode_body(body), float(seq), run_id="r")
-        run = Run("r", "t", "s", "tiny", LORA, 0.0, 0.0) if seq == 0 else None
+        run = Run("r", "t", "s", "tiny", LORA, 0.0, 0.0, **of_run) if seq == 0 else None
         stored, _ = await self.store.submit(op, run)
         if told:
             self.wakeups.submitted(stored)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from tinker import types
 
 
@@ -24,6 +24,6 @@ def datum(tokens: Sequence[int], **per_token: ArrayLike) -> types.Datum:
     return types.Datum(model_input=types.ModelInput.from_ints(list(tokens[:-1])), loss_fn_inputs=inputs)
 
 
-def scored(output: types.LossFnOutput) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+def scored(output: types.LossFnOutput) -> NDArray[np.float64]:
     """The log-probs [N - 1] that a forward pass gave for a datum of N tokens."""
-    return np.asarray(output["logprobs"].to_numpy(), dtype=np.float32)
+    return np.asarray(output["logprobs"].to_numpy(), dtype=np.float64)

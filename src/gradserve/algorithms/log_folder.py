@@ -17,7 +17,7 @@ import msgspec
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint. ``step`` optimizer steps are behind it; ``position`` is the dataset's; ``state`` a trainer's own."""
+    """A checkpoint. ``step`` optimizer steps are behind it; ``position`` is in the data, ``state`` of the trainer."""
 
     path: str
     step: int

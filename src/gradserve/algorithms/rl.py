@@ -7,8 +7,9 @@ with RLTrainer("smollm2-135m-instruct", reward_func=right, group_size=8) as trai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from pathlib import Path
+import math
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,25 +18,33 @@ from tinker import types
 
 from gradserve.algorithms.collect import Collector, Group, Sampling
 from gradserve.algorithms.datums import datum, scored
-from gradserve.algorithms.rl_variants import VARIANTS, Variant
-from gradserve.algorithms.rollouts.advantages import advantages, soft_overlong_penalty, token_weights
-from gradserve.algorithms.rollouts.corrections import CORRECTIONS, importance_weights
+from gradserve.algorithms.policy_batch import Floats, PolicyBatch, episode_mask
+from gradserve.algorithms.rl_variants import VARIANTS
+from gradserve.algorithms.rollouts.advantages import is_informative, soft_overlong_penalty
+from gradserve.algorithms.rollouts.corrections import CORRECTIONS
 from gradserve.algorithms.rollouts.producer import RolloutProducer
 from gradserve.algorithms.rollouts.store import RolloutStore
 from gradserve.algorithms.schedules import Schedule
 from gradserve.algorithms.trainer import Answer, Batch, Metrics, Trainer
 from gradserve.data.dataset import Dataset
 from gradserve.episodes.chat import ChatTemplate
-from gradserve.episodes.environment import environment_of
+from gradserve.episodes.environment import SingleTurn, environment_of
 from gradserve.episodes.episode import Episode
+from gradserve.episodes.plain import PlainText
 from gradserve.rewards.contract import Reward
 from gradserve.rewards.runner import RewardRunner
 from gradserve.tracking import rl_metrics
-from gradserve.tracking.statistics import Estimate
+from gradserve.tracking.statistics import estimate
 
 _EVALUATION_SEED = 7_777_777
-_STEPS_APART = 15_485_863
-"""Between the sampling seeds of steps."""
+_BATCHES_APART, _SEEDS_APART = 15_485_863, 86_028_121
+"""Between the sampling seeds of batches, and of trainers with neighbouring seeds."""
+_MOST_ROUNDS = 10
+"""Batches that dynamic sampling looks through for one step."""
+_BUFFER = 5
+"""Parts of the token limit, of which the last is DAPO's buffer: 4,096 of 20,480 tokens in the paper."""
+_SHOWN = 4
+"""Answers of an evaluation that are logged."""
 
 
 class RLTrainer(Trainer):
@@ -106,16 +115,21 @@ class RLTrainer(Trainer):
         self._eval_sampling = Sampling(max_tokens, temperature if eval_temperature is None else eval_temperature)
         self.kl_coef, self.staleness = kl_coef, max_off_policy_steps
         self._correction, self._cap = importance_correction, importance_cap
-        self._chat, self._system_prompt, self._environment = _env_of(env_config)
-        if reward_func is None and self._environment is None:
-            raise ValueError(
-                "there is nothing to learn from: give reward_func, or an env_config whose environment rewards"
-            )
+        config = dict(env_config or {})
+        self._chat, self._system_prompt = bool(config.pop("chat", True)), config.pop("system_prompt", None)
+        self._environment = environment_of(config)
+        if self._system_prompt and "environment" in config:
+            raise ValueError("system_prompt is for single-turn rows; an environment's start gives its own messages")
+        if reward_func is None and self._environment.make is SingleTurn:
+            raise ValueError("there is no reward: give reward_func, or an env_config with an environment that rewards")
         self._rewards = (
             None if reward_func is None else RewardRunner(reward_func, reward_timeout_s, reward_workers, reward_retries)
         )
         self._samplers: dict[int, Any] = {}
         self._reference: tinker.SamplingClient | None = None
+        self._asked = self._handed = 0
+        self.evaluated: list[Group] = []
+        """The episodes of the latest evaluation, a group for each row."""
 
     def close(self) -> None:
         """Also ends the reward's processes."""
@@ -126,54 +140,149 @@ class RLTrainer(Trainer):
     # What Trainer asks
 
     def _begin(self) -> None:
-        template = ChatTemplate(self.tokenizer) if self._chat else ChatTemplate.plain(self.tokenizer)
-        self._collector = Collector(template, self._environment, self._rewards, self._chat, self._system_prompt)
+        tokenizer = self.tokenizer
+        template = ChatTemplate(tokenizer) if self._chat else PlainText(tokenizer)
+        self._collector = Collector(template, self._environment, self._rewards, self._system_prompt)
+        self._asked = self.step
         self._samplers = {self.step: self.run.save_weights_and_get_sampling_client()}
-        self._asked_steps = self.step
         if self.kl_coef:
-            self._reference = self.service.create_sampling_client(base_model=self.base_model)
-        self.rollouts = RolloutStore(Path(self._log_dir or ".") / "rollouts.sqlite")
+            self._reference = self.service.create_sampling_client(base_model=self.base_model).result()
+        self.rollouts = RolloutStore(self.log_dir / "rollouts.sqlite", tokenizer.decode)
         self.rollouts.cut(self.step)
 
     def _end(self) -> None:
         self.rollouts.close()
 
+    def _state(self) -> dict[str, Any]:
+        return {"batches": self._handed}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self._handed = int(state["batches"])
+
     def _batches(self, dataset: Dataset, batch_size: int, epochs: int) -> Generator[Batch]:
         """Groups instead of rows."""
         rows = super()._batches(dataset, batch_size, epochs)
-        producer = RolloutProducer(rows, self._collect, lambda: self._asked_steps, max_off_policy_steps=self.staleness)
-        with producer:
-            yield from producer
+        with RolloutProducer(
+            rows, self._collect, lambda: self._asked, max_off_policy_steps=self.staleness, first=self._handed
+        ) as producer:
+            if self.variant.dynamic_sampling:
+                yield from self._with_something_to_teach(producer, batch_size)
+            else:
+                for batch in producer:
+                    self._handed += 1
+                    yield batch
+
+    def _with_something_to_teach(self, collected: Iterable[Batch], batch_size: int) -> Generator[Batch]:
+        """Batches of ``batch_size`` groups whose rewards differ, from up to 10 times as many rows."""
+        kept: list[Group] = []
+        last: Batch | None = None
+        rounds = held = 0
+        for batch in collected:
+            if last is not None and kept and batch.epoch > last.epoch:
+                self._handed, held = self._handed + held, 0
+                yield replace(last, items=kept)
+                kept, rounds = [], 0
+            kept += [group for group in batch.items if is_informative(group)]
+            last, rounds, held = batch, rounds + 1, held + 1
+            if len(kept) >= batch_size or rounds == _MOST_ROUNDS:
+                self._handed, held = self._handed + held, 0
+                yield replace(batch, items=kept or batch.items)
+                kept, rounds = [], 0
+        if last is not None and kept:
+            self._handed += held
+            yield replace(last, items=kept)
 
     def _collect(self, rows: Sequence[Mapping[str, Any]], version: int, seed: int) -> list[Group]:
         sampler = self._samplers[version].result()
-        seed += self.seed * 1_000_003
-        return self._collector.groups(sampler, rows, self.group_size, self.sampling, version, seed * _STEPS_APART)
+        seed = (self.seed * _SEEDS_APART + seed) * _BATCHES_APART
+        groups = self._collector.groups(sampler, rows, self.group_size, self.sampling, version, seed)
+        if not self.variant.overlong_penalty:
+            return groups
+        buffer = max(1, self._most_tokens // _BUFFER)
+        return [[soft_overlong_penalty(each, self._most_tokens, buffer) for each in group] for group in groups]
+
+    @property
+    def _most_tokens(self) -> int:
+        """What an episode may sample."""
+        return self.sampling.max_tokens * self._environment.max_turns
 
     def _ask(self, items: Sequence[Any], learning_rate: float) -> Answer:
         groups: list[Group] = list(items)
-        metrics = rl_metrics.of_groups(groups, version=self._asked_steps)
-        data, behaviour, more = self._data(groups)
-        metrics |= more
-        self._asked_steps += 1
-        gradient = None
-        if data:
-            gradient = self.run.forward_backward(data, self.variant.loss, loss_fn_config=self._loss_config)
-        stepped = self.run.optim_step(self._step_params(learning_rate)) if data else None
-        self._samplers[self._asked_steps] = self.run.save_weights_and_get_sampling_client()
-        self._samplers.pop(self._asked_steps - self.staleness - 2, None)
-        self.rollouts.append(self._asked_steps, groups)
+        metrics = rl_metrics.of_groups(groups, version=self._asked)
+        batch = PolicyBatch.of(groups, self.variant, self._most_tokens)
+        answers: list[Any] = []
+        if batch.episodes:
+            metrics |= self._corrected(batch) | self._towards_reference(batch)
+            loss: Any = self.variant.loss
+            answers.append(self.run.forward_backward(batch.data(), loss, self._loss_config or None))
+            answers.append(self.run.optim_step(self._step_params(learning_rate)))
+        self._asked += 1
+        self._samplers[self._asked] = self.run.save_weights_and_get_sampling_client()
+        self._samplers.pop(self._asked - self.staleness - 2, None)
+        self.rollouts.append(self._asked, groups)
 
         def answer() -> Metrics:
-            if gradient is None or stepped is None:
+            if not answers:  # no group has anything to teach
                 return metrics | {"loss": 0.0, "optim/grad_norm": 0.0}
-            result = gradient.result()
+            result, stepped = (future.result() for future in answers)
             now = [scored(output) for output in result.loss_fn_outputs]
-            return (
-                metrics
-                | {"loss": result.metrics["loss:sum"]}
-                | {"optim/grad_norm": (stepped.result().metrics or {}).get("grad_norm", float("nan"))}
-                | rl_metrics.of_ratios(now, behaviour, self._loss_config)
-            )
+            norm = (stepped.metrics or {}).get("grad_norm", math.nan)
+            return metrics | self._moved(batch, now) | {"loss": result.metrics["loss:sum"], "optim/grad_norm": norm}
 
         return answer
+
+    def _moved(self, batch: PolicyBatch, now: Sequence[Floats]) -> Metrics:
+        """How far the trainer's log-probs ``now`` are from those that were sampled by."""
+        masks = batch.shifted([episode_mask(each) for each in batch.episodes])
+        sampled = batch.shifted([np.array(each.logprobs) for each in batch.episodes])
+        gains = batch.shifted(batch.advantages)
+        anchors = batch.shifted(batch.anchors)
+        return rl_metrics.of_ratios(
+            now, anchors, self._loss_config, advantages=gains, mask=masks
+        ) | rl_metrics.of_mismatch(now, sampled, masks)
+
+    def _corrected(self, batch: PolicyBatch) -> Metrics:
+        """Weigh stale tokens, by one more forward pass of the weights that are trained."""
+        if self._correction == "none":
+            return {}
+        passed = self.run.forward([datum(each.tokens) for each in batch.episodes], "cross_entropy").result()
+        now = [np.concatenate([[0.0], scored(output)]) for output in passed.loss_fn_outputs]
+        return batch.corrected(now, self._correction, self._cap)
+
+    def _towards_reference(self, batch: PolicyBatch) -> Metrics:
+        """Take kl_coef·(log p - log p_ref) from the advantage of each sampled token: the k1 estimate as a reward."""
+        if self._reference is None:
+            return {}
+        asked = [
+            self._reference.compute_logprobs(types.ModelInput.from_ints(list(each.tokens))) for each in batch.episodes
+        ]
+        references = [np.array([0.0, *future.result()[1:]]) for future in asked]
+        policy = [np.array(each.logprobs) for each in batch.episodes]
+        masks = [episode_mask(each) for each in batch.episodes]
+        for number, (own, reference, mask) in enumerate(zip(policy, references, masks, strict=True)):
+            batch.advantages[number] = batch.advantages[number] - self.kl_coef * (own - reference) * mask
+        return rl_metrics.of_kl(policy, references, masks)
+
+    def _evaluate(self, rows: Sequence[Mapping[str, Any]]) -> Metrics:
+        """``eval_samples`` episodes of each row, always with the same random numbers."""
+        sampler = self._samplers[self.step].result()
+        groups = self.evaluated = self._collector.groups(
+            sampler, rows, self.eval_samples, self._eval_sampling, self.step, _EVALUATION_SEED
+        )
+        found = [(number, each) for number, group in enumerate(groups) for each in group if each.failure is None]
+        if not found:
+            raise ValueError(f"no episode of the evaluation has a reward; the first failed: {groups[0][0].failure}")
+        rewards = [each.reward or 0.0 for _, each in found]
+        self._show_samples([each for _, each in found])
+        return {
+            **estimate(rewards, problems=[number for number, _ in found]).metrics("eval/reward"),
+            "eval/failed": sum(map(len, groups)) - len(found),
+        }
+
+    def _show_samples(self, episodes: Sequence[Episode]) -> None:
+        """The worst and the best answers, for people: a number can't tell learning from cheating."""
+        ordered = sorted(episodes, key=lambda each: each.reward or 0.0)
+        shown = ordered if len(ordered) <= _SHOWN else [*ordered[: _SHOWN // 2], *ordered[-_SHOWN // 2 :]]
+        lines = [f"- **{each.reward:.3g}** {each.messages[-1].get('content') or ''!r}" for each in shown]
+        if self.tracker is not None:
+            self.tracker.text(self.step, "eval/samples", "\n".join(lines))

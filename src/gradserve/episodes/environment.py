@@ -20,6 +20,7 @@ or tokens ends it, so it can always say what was earned.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -112,7 +113,12 @@ def environment_of(env_config: Mapping[str, Any] | None = None) -> EnvironmentCo
         return EnvironmentConfig(**given)
     make = _loaded(named) if isinstance(named, str) else named
     _refuse_incomplete(make)
-    return EnvironmentConfig(lambda: _made(make, arguments), **{"max_turns": _MAX_TURNS, **given})
+
+    @functools.wraps(make, updated=())  # errors of the class are said under its name
+    def made() -> Environment:
+        return _made(make, arguments)
+
+    return EnvironmentConfig(made, **{"max_turns": _MAX_TURNS, **given})
 
 
 def _refuse_unknown(given: Mapping[str, Any]) -> None:

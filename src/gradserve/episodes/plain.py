@@ -38,12 +38,9 @@ class PlainText:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-
-    @property
-    def stop(self) -> list[int]:
+        eos = tokenizer.eos_token_id
+        self.stop: list[int] = [] if eos is None else [eos]
         """The tokenizer's end of sequence, if it has one."""
-        eos = self.tokenizer.eos_token_id
-        return [] if eos is None else [eos]
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[int, ...]:
         """[N] ids of the texts, with what the tokenizer puts before every sequence."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from gradserve.episodes.chat import ChatTemplate, OnRewrite, Train
+from gradserve.episodes.chat import ChatTemplate, OnRewrite, Train, are_messages
 from gradserve.episodes.errors import RowUnusable
-from gradserve.episodes.tokens import Rendered, encode, extended
+from gradserve.episodes.tokens import Rendered, in_pieces
 
 FORMS = (("messages",), ("prompt", "completion"), ("text",))
 """Columns that make a row; ``tools`` may stand beside messages. Others are not read."""
@@ -18,21 +19,23 @@ def rendered(
     template: ChatTemplate | Any,
     *,
     train: Train = "assistant",
-    on_rewrite: OnRewrite = "refuse",
+    on_rewrite: OnRewrite | None = None,
 ) -> list[Rendered]:
     """The row's tokens and weights; more than one only where a conversation is split.
 
     >>> rendered({"prompt": "2+2=", "completion": "4"}, tokenizer)
 
     ``messages`` go through the chat template. ``prompt`` and ``completion`` are texts as they are, the completion and
-    an end of sequence trained on; of ``text`` all is. ``template`` is a ChatTemplate, whose own ``on_rewrite`` holds,
-    or a tokenizer. Raises RowUnusable and TemplateUnusable.
+    an end of sequence trained on; of ``text`` all is. ``template`` is a tokenizer, for which ``on_rewrite`` may be
+    given (default: refuse), or a ChatTemplate, which has its own. Raises RowUnusable and TemplateUnusable.
     """
+    if on_rewrite is not None and isinstance(template, ChatTemplate):
+        raise ValueError("on_rewrite is the ChatTemplate's own: give it there")
     form = _form_of(row)
     if form != ("messages",):
         tokenizer = template.tokenizer if isinstance(template, ChatTemplate) else template
         return [_plain(tokenizer, *(_text_of(row, column) for column in form))]
-    chat = template if isinstance(template, ChatTemplate) else ChatTemplate(template, on_rewrite=on_rewrite)
+    chat = template if isinstance(template, ChatTemplate) else ChatTemplate(template, on_rewrite=on_rewrite or "refuse")
     return chat.training_rows(_messages_of(row), train, row.get("tools"))
 
 
@@ -56,13 +59,9 @@ def _text_of(row: Mapping[str, Any], column: str) -> str:
 
 
 def _messages_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    messages = row["messages"]
-    whole = isinstance(messages, list) and all(
-        isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages
-    )
-    if not whole:
+    if not are_messages(row["messages"]):
         raise RowUnusable('messages is not a list of {"role": ..., "content": ...}')
-    return list(messages)
+    return list(row["messages"])
 
 
 def _plain(tokenizer: Any, before: str, completion: str | None = None) -> Rendered:
@@ -73,12 +72,12 @@ def _plain(tokenizer: Any, before: str, completion: str | None = None) -> Render
             "the tokenizer has no end-of-sequence token, without which the model would not learn to stop; "
             "set tokenizer.eos_token"
         )
-    tokens = encode(tokenizer, before, special=True)
-    given = max(len(tokens), 1) if completion is not None else 1  # nothing predicts the first token
-    if completion is not None:
-        tokens = extended(tokenizer, tokens, before, before + completion, special=True)
+    texts = [before] if completion is None else [before, before + completion]
+    pieces = in_pieces(tokenizer, texts, special=True)
+    given = 1 if completion is None else max(len(pieces[0]), 1)  # nothing predicts the first token
+    tokens = list(itertools.chain(*pieces))
     if tokens[-1:] != [end]:
-        tokens = [*tokens, end]
+        tokens.append(end)
     if len(tokens) <= given:
         raise RowUnusable("there is no text to train on in the row")
     return Rendered(tuple(tokens), tuple([0.0] * given + [1.0] * (len(tokens) - given)))

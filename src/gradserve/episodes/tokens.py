@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,19 +33,32 @@ def encode(tokenizer: Any, text: str, *, special: bool = False) -> list[int]:
     return ids
 
 
-def extended(tokenizer: Any, tokens: list[int], before: str, after: str, *, special: bool = False) -> list[int]:
-    """[N] ids of ``after``, a text that begins with ``before``, whose ids are ``tokens``: these are their prefix.
+def in_pieces(tokenizer: Any, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
+    """The ids of growing texts, each a prefix of the next: [[N0], [N1], ...], what each one adds to those before it.
 
-    They are those of the whole text, unless a token would straddle the end of ``before``. A model that is given
-    ``before`` never samples such a token, so the rest is then encoded by itself.
+    Together they are the ids of the last text; each text's ids are then a prefix of the next one's. Only where the
+    tokenizer would join what lies on both sides of a cut to one token are the sides encoded apart: a model that is
+    given the first side never samples such a token.
     """
+    pieces = [encode(tokenizer, texts[0], special=special)]
+    pieces += [encode(tokenizer, later[len(earlier) :]) for earlier, later in itertools.pairwise(texts)]
+    if list(itertools.chain(*pieces)) == encode(tokenizer, texts[-1], special=special):
+        return pieces
+    tokens, cuts = pieces[0], [0, len(pieces[0])]
+    for earlier, later in itertools.pairwise(texts):
+        tokens = _extended(tokenizer, tokens, earlier, later, special)
+        cuts.append(len(tokens))
+    return [tokens[begin:end] for begin, end in itertools.pairwise(cuts)]
+
+
+def _extended(tokenizer: Any, tokens: list[int], before: str, after: str, special: bool) -> list[int]:
     whole = encode(tokenizer, after, special=special)
     if whole[: len(tokens)] == tokens:
         return whole
     apart = [*tokens, *encode(tokenizer, after[len(before) :])]
     if decode(tokenizer, apart) != decode(tokenizer, whole):  # e.g. a space that the tokenizer puts before each text
         raise TemplateUnusable(
-            f"{_end(before)!r} and {after[len(before) :][:40]!r} can't be encoded one after the other without "
+            f"{before[-40:]!r} and {after[len(before) :][:40]!r} can't be encoded one after the other without "
             "changing the text; begin the second with a character that the tokenizer does not join to the first"
         )
     return apart
@@ -59,7 +73,3 @@ def decode(tokenizer: Any, tokens: Sequence[int], *, special: bool = True) -> st
 def special_tokens(tokenizer: Any) -> dict[int, str]:
     """Ids and names of the tokens that are control, not text."""
     return {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-
-
-def _end(text: str) -> str:
-    return text[-40:]

@@ -31,6 +31,8 @@ def schema_of(tool: Tool) -> dict[str, Any]:
 
     Raises EnvironmentUnusable when the signature can't be said in JSON.
     """
+    if not callable(tool) or not hasattr(tool, "__name__"):
+        raise EnvironmentUnusable(f"{tool!r} is no tool: a tool is a function with a name")
     summary, described = _docstring(tool)
     parameters = _parameters_of(tool)
     properties = {

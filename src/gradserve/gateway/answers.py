@@ -9,6 +9,7 @@ import msgspec
 
 from gradserve.store.base import Checkpoint, Page, Run
 from gradserve.wire.errors import Invalid
+from gradserve.wire.identity import without_reserved
 
 _CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _MAX_PAGE = 1000
@@ -64,7 +65,7 @@ def checkpoint_answer(checkpoint: Checkpoint) -> CheckpointAnswer:
         tinker_path=checkpoint.path,
         size_bytes=checkpoint.size_bytes,
         public=checkpoint.public,
-        user_metadata=checkpoint.user_metadata,
+        user_metadata=without_reserved(checkpoint.user_metadata),
         expires_at=None if checkpoint.expires_at is None else utc(checkpoint.expires_at),
     )
 
@@ -81,7 +82,7 @@ def run_answer(run: Run, newest_first: list[Checkpoint]) -> RunAnswer:
         last_request_time=utc(run.last_request_at),
         last_checkpoint=latest.get("weights"),
         last_sampler_checkpoint=latest.get("sampler_weights"),
-        user_metadata=run.user_metadata,
+        user_metadata=without_reserved(run.user_metadata),
         is_lora=run.lora is not None,
     )
 

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from gradserve.gateway.bodies import Identity
 from gradserve.gateway.call import Call, answer_json, decode_json
 from gradserve.gateway.errors import Refused
+from gradserve.gateway.same_base import require_base_of_run
 from gradserve.gateway.validate.models import MAX_SEQ, sequence
 from gradserve.store.base import IdentityConflict, Op, Run, Session
 from gradserve.wire.errors import Gone, Invalid, NotFound, UserError
@@ -70,12 +71,13 @@ async def known_run(call: Call, run_id: str, field: str = "model_id") -> Run:
 
 
 async def open_run(call: Call, run_id: str) -> Run:
-    """The tenant's run, whose session goes on. Raises NotFound, Gone."""
+    """The tenant's run, whose session goes on and whose base model is offered. Raises NotFound, Gone, Invalid."""
     found = await call.store.get_run_and_session(call.tenant, run_id)
     if found is None:
         raise _unknown_run(run_id, "model_id")
     run, session = found
     _live(run.session_id, session)
+    await require_base_of_run(call, run)
     return run
 
 

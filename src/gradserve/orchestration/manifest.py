@@ -5,9 +5,7 @@ docs/reference/durability.md describes every entry.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from pathlib import Path
 
 import msgspec
 
@@ -15,28 +13,26 @@ import gradserve
 from gradserve.compute.catalog import Catalog
 from gradserve.settings import Settings
 from gradserve.store.base import Run, Store
+from gradserve.wire.identity import BaseIdentity
 from gradserve.wire.losses import LOSSES
-from gradserve.wire.ops import module_graph
 
-FORMAT = 1
-
-_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*")
+FORMAT = 2
+"""1 had other digests of bases, which changed with the version of transformers that converted them."""
 
 
 class Manifests:
-    """Makes manifests. The digests of base models are computed once, beside the event loop."""
+    """Makes manifests."""
 
     def __init__(self, store: Store, catalog: Catalog, settings: Settings) -> None:
         self._store = store
         self._catalog = catalog
         self._settings = settings
-        self._bases: dict[str, dict[str, str]] = {}
 
     async def of(self, run: Run, seq: int) -> str:
         """The manifest of a run's state after the Op at ``seq``, between two optimizer steps, as JSON."""
         _, metrics = await self._store.list_metrics(None, run.id, 1, 0)
         ledger = await self._store.ledger_total(None, run.id)
-        base = await self._base(run.base)
+        base = await self._base(run)
         settings = self._settings
         entries = {
             "weights": {"digest": run.weights},
@@ -46,8 +42,8 @@ class Manifests:
             "random_streams": _entry({"lora_seed": None if run.lora is None else run.lora.seed, "samples": "counter"}),
             "client_state": {"digest": run.client_state},
             "losses": _entry({name: msgspec.to_builtins(loss) for name, loss in sorted(LOSSES.items())}),
-            "base": {"digest": base["weights"], "value": run.base},
-            "tokenizer": {"digest": base["tokenizer"]},
+            "base": {"digest": base.weights, "value": run.base},
+            "tokenizer": {"digest": base.tokenizer},
             "lora": _entry(run.lora),
             "code": _entry({"gradserve": gradserve.__version__}),
             "config": _entry(
@@ -67,32 +63,12 @@ class Manifests:
         manifest = {"format": FORMAT, "run": run.id, "tenant": run.tenant, "parent": run.parent, "entries": entries}
         return msgspec.json.encode(manifest).decode()
 
-    async def _base(self, name: str) -> dict[str, str]:
-        if (graph := module_graph(name)) is not None:
-            return {"weights": graph, "tokenizer": ""}
-        facts = self._catalog.get(name)
-        if facts is None:
-            return {"weights": "", "tokenizer": ""}
-        if name not in self._bases:
-            self._bases[name] = await asyncio.to_thread(_digests, Path(facts.path))
-        return self._bases[name]
+    async def _base(self, run: Run) -> BaseIdentity:
+        if run.graph is not None:
+            return BaseIdentity(run.graph, "")
+        return run.trained_on or await self._catalog.identity(run.base) or BaseIdentity("", "")
 
 
 def _entry(value: object) -> dict[str, object]:
     plain = msgspec.to_builtins(value)
     return {"digest": hashlib.sha256(msgspec.json.encode(plain, order="sorted")).hexdigest(), "value": plain}
-
-
-def _digests(folder: Path) -> dict[str, str]:
-    tokenizer = {file for pattern in _TOKENIZER for file in folder.glob(pattern)}
-    weights = {*folder.glob("*.safetensors"), folder / "config.json"}
-    return {"weights": _digest_of(weights), "tokenizer": _digest_of(tokenizer)}
-
-
-def _digest_of(files: set[Path]) -> str:
-    """Of names and contents, in the order of names."""
-    total = hashlib.sha256()
-    for file in sorted(files):
-        with open(file, "rb") as opened:
-            total.update(f"{file.name}:{hashlib.file_digest(opened, 'sha256').hexdigest()}\n".encode())
-    return total.hexdigest()

@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from gradserve.wire.errors import Problem
+from gradserve.wire.identity import BaseIdentity
 from gradserve.wire.ops import LoraConfig, OpKind, module_graph
 
 AGE_RECIPIENTS = "gradserve.age_recipients"
@@ -72,6 +73,11 @@ class Run(msgspec.Struct, frozen=True):
     def graph(self) -> str | None:
         """Of a run that trains a module: the digest of its forward graph."""
         return module_graph(self.base)
+
+    @property
+    def trained_on(self) -> BaseIdentity | None:
+        """The files that were its base model when it was created; None for modules, and where it was not noted."""
+        return BaseIdentity.of_metadata(self.user_metadata)
 
 
 class SamplingSession(msgspec.Struct, frozen=True):
@@ -228,6 +234,7 @@ EventKind = Literal[
     "storage_alarm",
     "storage_well",
     "restored",
+    "base_differs",
 ]
 
 

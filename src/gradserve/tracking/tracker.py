@@ -55,9 +55,10 @@ class Tracker:
             raise
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Call it once a step. A value that is not finite is written as null, and warned about once by name.
+        """Each call is a line of metrics.jsonl; a step's training and its evaluation may be two.
 
-        Raises ValueError for what is no number and for the names that metrics.jsonl has for itself.
+        A value that is not finite is written as null, and warned about once by name. Raises ValueError for what is no
+        number and for the names that metrics.jsonl has for itself.
         """
         values = {name: self._finite(step, name, value) for name, value in metrics.items()}
         now = time.time()

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from gradserve.gateway.bodies import ImportBody
 from gradserve.gateway.call import Api, Call, answer_json, decode_json
+from gradserve.gateway.same_base import identity_metadata, require_base_of_checkpoint
 from gradserve.gateway.validate.adapter import imported
 from gradserve.gateway.validate.models import checkpoint_name, known_model
 from gradserve.store.base import Checkpoint
@@ -36,8 +37,10 @@ async def import_adapter(call: Call) -> Response:
         moments=None,
         size_bytes=len(made.weights),
         created_at=time.time(),
+        user_metadata=await identity_metadata(call, base.name),
     )
     stored = await call.store.put_checkpoint(checkpoint)
+    await require_base_of_checkpoint(call, stored)  # it may have been imported before, onto another model of that name
     answer = {"path": stored.path, "lora": msgspec.to_builtins(made.lora), "weights": digest}
     return answer_json(answer | {"added_modules": made.added, "notice": made.notice})
 

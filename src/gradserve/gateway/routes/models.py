@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from gradserve.gateway.bodies import CreateModelBody, ModelBody
 from gradserve.gateway.call import Api, Call, answer_json
+from gradserve.gateway.same_base import identity_metadata
 from gradserve.gateway.submit import accept, future_of, is_replay, known_run, live_session, make_op
 from gradserve.gateway.validate.full import full_parameters_fit, trains_all_parameters
 from gradserve.gateway.validate.models import known_model, lora_config, metadata, only_adamw, sequence
@@ -65,7 +66,7 @@ async def create_model(call: Call) -> Response:
         lora=lora,
         created_at=now,
         last_request_at=now,
-        user_metadata=metadata(body.user_metadata),
+        user_metadata=metadata(body.user_metadata) | await identity_metadata(call, facts.name),
     )
     op = make_op(call, run_id, 0, session.id, run_id, CreateModel(facts.name, lora))
     return future_of(await accept(call, op, run))

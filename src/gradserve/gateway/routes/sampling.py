@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from gradserve.gateway.bodies import CreateSamplingSessionBody, SampleBody, SamplerBody
 from gradserve.gateway.call import Api, Call, answer_json
+from gradserve.gateway.same_base import require_base_of_checkpoint, require_base_of_sampler
 from gradserve.gateway.submit import Future, accept, live_session, make_op
 from gradserve.gateway.validate.models import known_model, parse_path, sequence, unknown_checkpoint
 from gradserve.gateway.validate.sampling import sample_body, without_session
@@ -66,6 +67,7 @@ async def _checkpoint(call: Call, model_path: str) -> Checkpoint:
     checkpoint = await call.store.get_checkpoint(call.tenant, path.run_id, path.kind, path.name)
     if checkpoint is None:
         raise unknown_checkpoint(model_path, "model_path")
+    await require_base_of_checkpoint(call, checkpoint)
     return checkpoint
 
 
@@ -81,6 +83,7 @@ async def _cached_sampler(call: Call, sampler_id: str) -> SamplingSession:
     sampler = cache.get(key)
     if sampler is None:
         sampler = await _known_sampler(call, sampler_id)
+        await require_base_of_sampler(call, sampler)
         if len(cache) >= _MAX_CACHED:
             cache.clear()
         cache[key] = sampler

@@ -18,6 +18,7 @@ from gradserve.gateway.answers import cursor, page_of
 from gradserve.gateway.bodies import NameBody, RollbackBody
 from gradserve.gateway.call import Api, Call, answer_json, no_content
 from gradserve.gateway.limits import read_body
+from gradserve.gateway.same_base import require_base_of_run
 from gradserve.gateway.storage import stored_of
 from gradserve.gateway.submit import known_run
 from gradserve.gateway.validate.models import checkpoint_name, parse_path, ttl, unknown_checkpoint
@@ -118,6 +119,7 @@ def _norms(call: Call, weights: str | None) -> dict[str, float] | None:
 async def name_version(call: Call) -> Response:
     """Give the newest step, or an earlier one, a name: a checkpoint with optimizer moments."""
     run = await known_run(call, call.path("run_id"), "run_id")
+    await require_base_of_run(call, run)
     body = await call.json(NameBody)
     version = await _step(call, run.id, body.version)
     name = checkpoint_name(body.name, "name")
@@ -139,6 +141,7 @@ async def name_version(call: Call) -> Response:
 async def roll_back(call: Call) -> Response:
     """Make an earlier step, or a saved state of the run, its current one."""
     run = await known_run(call, call.path("run_id"), "run_id")
+    await require_base_of_run(call, run)
     version = await _step(call, run.id, (await call.json(RollbackBody)).version)
     assert version is not None
     return answer_json({"run": await call.gateway.wakeups.ask(Rollback(call.tenant, run.id, version))})

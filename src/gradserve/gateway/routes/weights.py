@@ -19,6 +19,7 @@ from gradserve.gateway.bodies import (
 from gradserve.gateway.call import Api, Call, answer_json, decode_json
 from gradserve.gateway.routes.models import run_id_of
 from gradserve.gateway.routes.sampling import sampler_id_of
+from gradserve.gateway.same_base import identity_metadata, require_base_of_checkpoint
 from gradserve.gateway.submit import (
     accept,
     consume,
@@ -40,6 +41,7 @@ from gradserve.gateway.validate.models import (
     ttl,
     unknown_checkpoint,
 )
+from gradserve.store import trained_on
 from gradserve.store.base import Checkpoint, Run
 from gradserve.wire.errors import Invalid, Unsupported, UserError
 from gradserve.wire.ops import LoadWeights, LoraConfig, OpBody, SaveForSampling, SaveWeights, module_graph
@@ -171,7 +173,7 @@ async def _load_new(call: Call, request: LoadWeightsBody, session_id: str, numbe
         lora=checkpoint.lora,
         created_at=now,
         last_request_at=now,
-        user_metadata=metadata(request.user_metadata),
+        user_metadata=metadata(request.user_metadata) | await identity_metadata(call, checkpoint.base),
         parent=checkpoint.path,
         client_state=checkpoint.client_state,
     )
@@ -197,6 +199,7 @@ async def _loadable(call: Call, request: LoadWeightsBody) -> Checkpoint:
         raise unknown_checkpoint(request.path, "path")
     if module_graph(checkpoint.base) is None:
         known_model(call.gateway.catalog, checkpoint.base, "path")
+        await require_base_of_checkpoint(call, checkpoint)
     if request.optimizer and path.kind != "weights":
         raise Invalid(
             "load.optimizer",
@@ -241,7 +244,7 @@ async def weights_info(call: Call) -> Response:
     checkpoint = await call.store.get_checkpoint(call.tenant, parts.run_id, parts.kind, parts.name)
     if checkpoint is None:
         raise unknown_checkpoint(path, "tinker_path")
-    lora = checkpoint.lora
+    lora, known = checkpoint.lora, await trained_on.of_checkpoint(call.store, checkpoint)
     return answer_json(
         {
             "base_model": checkpoint.base,
@@ -251,6 +254,7 @@ async def weights_info(call: Call) -> Response:
             "train_mlp": lora.train_mlp if lora else None,
             "train_attn": lora.train_attn if lora else None,
             "optimizer_config": {"type": "adamw"},
+            "trained_on": known,  # ours: gradserve export compares it with the base that it is given
         }
     )
 

@@ -5,7 +5,7 @@ where the sink can take back what it has (JSON lines and TensorBoard can).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,18 +38,23 @@ class Sink(Protocol):
 
 ALWAYS = ("jsonl", "tensorboard")
 
-_CLASSES = {
+_OPENERS = {
     "jsonl": ("jsonl", "JsonLines"),
     "tensorboard": ("tensorboard", "TensorBoard"),
     "wandb": ("wandb", "WeightsAndBiases"),
-    "mlflow": ("mlflow", "MLflow"),
+    "mlflow": ("mlflow", "open_mlflow"),
 }
 
 
 def open_sink(name: str, begin: Begin) -> Sink:
     """Raises SinkUnusable."""
-    if name not in _CLASSES:
-        raise SinkUnusable(f"no sink is called {name!r}; there are {', '.join(_CLASSES)}")
-    module, kind = _CLASSES[name]
-    sink: Sink = getattr(importlib.import_module(f"gradserve.tracking.sinks.{module}"), kind)(begin)
-    return sink
+    if name not in _OPENERS:
+        raise SinkUnusable(f"no sink is called {name!r}; there are {', '.join(_OPENERS)}")
+    module, opener = _OPENERS[name]
+    open_it: Callable[[Begin], Sink] = getattr(importlib.import_module(f"gradserve.tracking.sinks.{module}"), opener)
+    try:
+        return open_it(begin)
+    except SinkUnusable:
+        raise
+    except Exception as error:  # Whatever the sink's library raises: no login, no server, a folder that is read-only.
+        raise SinkUnusable(f"the sink {name} can't be begun: {error!r}") from error

@@ -8,10 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradserve.tracking.sinks import Begin, SinkUnusable
+from gradserve.tracking.sinks.background import Background
 from gradserve.tracking.sinks.resumed import run_id
 
 _PARAMS_A_CALL = 100
 """The service's limit."""
+
+
+def open_mlflow(begin: Begin) -> Background:
+    """In the background, as its client tries a server that is gone again for minutes."""
+    return Background(MLflow(begin))
 
 
 class MLflow:

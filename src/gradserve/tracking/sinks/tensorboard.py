@@ -14,6 +14,7 @@ import time as clock
 from collections.abc import Mapping
 
 from gradserve.crc32c import masked_crc32c
+from gradserve.tracking.names import meaning
 from gradserve.tracking.sinks import Begin
 
 _START = 1
@@ -35,6 +36,7 @@ class TensorBoard:
         name = f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = (begin.folder / name).open("xb", buffering=0)
         self._end = 0
+        self._explained: set[str] = set()
         self._write(_double(1, now) + _bytes(3, b"brain.Event:2"))
         if begin.resume_step is not None:
             self._write(_double(1, now) + _varint(2, begin.resume_step + 1) + _bytes(7, _varint(1, _START)))
@@ -43,8 +45,10 @@ class TensorBoard:
             self.text(begin.resume_step or 0, now, "config", f"{begin.run_name}\n\n```json\n{text}\n```")
 
     def metrics(self, step: int, time: float, values: Mapping[str, float | None]) -> None:
-        summary = b"".join(_bytes(1, _scalar(name, value)) for name, value in values.items() if value is not None)
+        found = {name: value for name, value in values.items() if value is not None}
+        summary = b"".join(_bytes(1, self._scalar(name, value)) for name, value in found.items())
         self._write(_double(1, time) + _varint(2, step) + _bytes(5, summary))
+        self._explained.update(found)
 
     def text(self, step: int, time: float, name: str, markdown: str) -> None:
         summary = _bytes(1, _text(name, markdown))
@@ -52,6 +56,12 @@ class TensorBoard:
 
     def close(self) -> None:
         self._file.close()
+
+    def _scalar(self, name: str, value: float) -> bytes:
+        """A Summary.Value; a file's first of each name says what it means."""
+        scalar = _bytes(1, name.encode()) + _float(2, value)
+        explained = None if name in self._explained else meaning(name)
+        return scalar if explained is None else scalar + _bytes(9, _bytes(3, explained.encode()))
 
     def _write(self, event: bytes) -> None:
         length = struct.pack("<Q", len(event))
@@ -61,11 +71,6 @@ class TensorBoard:
         if self._file.write(record) != len(record):
             raise OSError(f"{self._file.name}: not all of an event could be written; is the disk full?")
         self._end += len(record)
-
-
-def _scalar(name: str, value: float) -> bytes:
-    """A Summary.Value."""
-    return _bytes(1, name.encode()) + _float(2, value)
 
 
 def _text(name: str, markdown: str) -> bytes:

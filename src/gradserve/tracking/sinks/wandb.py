@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+import secrets
 from collections.abc import Mapping
 
 from gradserve.tracking.sinks import Begin, SinkUnusable
@@ -28,7 +29,7 @@ class WeightsAndBiases:
             dir=str(begin.folder),
             name=begin.run_name,
             config=dict(begin.config),
-            id=run_id(begin, "wandb", wandb.util.generate_id),
+            id=run_id(begin, "wandb", lambda: secrets.token_hex(4)),
             resume="allow",
         )
         self._run.define_metric("step")
