@@ -6,9 +6,11 @@ with DPOTrainer("smollm2-135m-instruct") as trainer:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 from tinker import types
 
 from gradserve.algorithms.pair_trainer import PairTrainer, margins_of, pair_metrics
@@ -64,7 +66,7 @@ class DPOTrainer(PairTrainer):
         self._beta, self._reference = beta, reference
         self._loss_name, self._loss_settings = loss, {"beta": beta}
         self._max_length, self._overlong = max_length, overlong
-        self._known: dict[tuple[int, ...], list[float | None]] = {}
+        self._known: dict[bytes, float] = {}
         self.skipped = 0
         """Pairs that were too long, so far."""
 
@@ -94,16 +96,16 @@ class DPOTrainer(PairTrainer):
 
     def _reference_logprobs(self, rows: Sequence[Rendered]) -> list[float]:
         """Σ weights·log p of each row under the reference; asked for once for each row, all at the same time."""
+        named = [(_digest(row), row) for row in rows]
         asked = {
-            row.tokens: self._reference_model.compute_logprobs(types.ModelInput.from_ints(list(row.tokens)))
-            for row in rows
-            if row.tokens not in self._known
+            name: (row, self._reference_model.compute_logprobs(types.ModelInput.from_ints(list(row.tokens))))
+            for name, row in named
+            if name not in self._known
         }
-        self._known |= {tokens: future.result() for tokens, future in asked.items()}
-        return [
-            sum(w * lp for w, lp in zip(row.weights, self._known[row.tokens], strict=True) if lp is not None)
-            for row in rows
-        ]
+        for name, (row, future) in asked.items():
+            logprobs = future.result()[1:]  # nothing predicts the first token
+            self._known[name] = sum(w * (lp or 0.0) for w, lp in zip(row.weights[1:], logprobs, strict=True))
+        return [self._known[name] for name, _ in named]
 
     def _rewards(self, logprobs: Sequence[float], reference: Sequence[float]) -> list[float]:
         return [self._beta * (mine - before) for mine, before in zip(logprobs, reference, strict=True)]
@@ -135,3 +137,7 @@ class DPOTrainer(PairTrainer):
         margins = margins_of(rewards)
         right = estimate([float(margin > 0) for margin in margins])
         return {**right.metrics("eval/accuracy"), "eval/margin": sum(margins) / len(margins)}
+
+
+def _digest(row: Rendered) -> bytes:
+    return hashlib.sha256(np.array([row.tokens, row.weights]).tobytes()).digest()

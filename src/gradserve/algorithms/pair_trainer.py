@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,9 @@ _PAIRS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Requested:
-    """A gradient that is under way: one future for each request."""
+    """A gradient that is under way: a future and its rows for each request."""
 
-    futures: list[Any]
+    futures: list[tuple[Any, Sequence[Rendered]]]
 
     def result(self) -> tuple[float, list[float]]:
         """The loss, and every row's weighted log-prob as the pass saw it."""
@@ -44,7 +44,8 @@ class PairTrainer(Trainer):
     """A loss of gradserve.compiler.pair_losses on rows that alternate: chosen, rejected."""
 
     _loss_name: str
-    _loss_settings: dict[str, float]
+    """A function of gradserve.compiler.pair_losses."""
+    _loss_settings: Mapping[str, Any] = {}
 
     def _begin(self) -> None:
         from gradserve.compiler import pair_losses
@@ -90,7 +91,9 @@ class PairTrainer(Trainer):
             from gradserve.compiler.pair_losses import on_client
 
             weights = [list(row.weights[1:]) for row in rows]
-            return self.run.forward_backward_custom(data, on_client(self._function, weights, **given, **self._loss_settings))
+            return self.run.forward_backward_custom(
+                data, on_client(self._function, weights, **given, **self._loss_settings)
+            )
         for name, values in given.items():
             for item, value in zip(data, values, strict=True):
                 item.loss_fn_inputs[name] = types.TensorData.from_numpy(np.array([value], dtype=np.float32))

@@ -57,7 +57,9 @@ def conversation(row: Mapping[str, Any], column: str) -> Conversation:
 
 def _plain(row: Mapping[str, Any], column: str, template: ChatTemplate | Any) -> Rendered:
     if not isinstance(row[column], str):
-        raise DataError(f"prompt is a text and {column} is not; give a list of messages as the prompt: {str(row)[:200]}")
+        raise DataError(
+            f"prompt is a text and {column} is not; give a list of messages as the prompt: {str(row)[:200]}"
+        )
     return rendered({"prompt": row["prompt"], "completion": row[column]}, template)[0]
 
 
