@@ -60,7 +60,7 @@ def _fit(task: Task, resume: bool) -> None:
         if fitted.stopped:
             click.echo(f"ended before its last epoch: {fitted.stopped}")
         if fitted.evaluations:
-            click.echo("evaluation: " + _in_words(_last(fitted.evaluations)))
+            click.echo("evaluations, first and last: " + _first_and_last(fitted.evaluations))
         _print_bill(trainer)
         click.echo(f"checkpoint: {fitted.path}")
         click.echo(f"log: {fitted.log_dir.resolve()}")
@@ -109,8 +109,10 @@ def _at_a_terminal() -> bool:
     return sys.stderr.isatty()
 
 
-def _last(evaluations: list[dict[str, float]]) -> dict[str, float]:
-    return {name: value for name, value in evaluations[-1].items() if name not in ("step", "epoch")}
+def _first_and_last(evaluations: list[dict[str, float]]) -> str:
+    first, last = evaluations[0], evaluations[-1]
+    names = [name for name in last if name.startswith("eval/")]
+    return ", ".join(f"{name} {first[name]:.4g} -> {last[name]:.4g}" for name in names if name in first)
 
 
 def _in_words(metrics: Any, shown: Any = None) -> str:

@@ -51,6 +51,8 @@ class Dataset:
         in memory already, or of a buffer of ``shuffle_buffer`` rows. length: a row's, in your unit; both bounds are
         included. prefetch: rows that a thread reads ahead; 0 for none.
         """
+        self.told = {name: value for name, value in locals().items() if name != "self"}
+        """The keywords of this call, for a manifest."""
         if prefetch < 0:
             raise DataError("prefetch is a number of rows, or 0 for none")
         cut = Split.parse(split)
