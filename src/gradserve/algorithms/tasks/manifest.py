@@ -51,12 +51,21 @@ def manifest_of(
     return {**writing.tables, "record": record}
 
 
-def refuse_unnamed(record: Mapping[str, Any]) -> None:
-    """Raises TaskError for a manifest that can't be run again, saying why."""
-    unnamed: Mapping[str, str] = record.get("unnamed", {})
-    if unnamed:
-        said = "; ".join(f"{name}: {reason}" for name, reason in unnamed.items())
-        raise TaskError(f"this training can't be run again from its manifest, for what has no name in it: {said}")
+def refuse_unnamed(tables: Mapping[str, Any]) -> None:
+    """Raises TaskError for a manifest that can't be run again, unless what lacks a name has been given since."""
+    unnamed: Mapping[str, str] = tables.get("record", {}).get("unnamed", {})
+    lacking = {place: why for place, why in unnamed.items() if not _is_given(tables, place)}
+    if lacking:
+        said = "; ".join(f"{place}: {why}" for place, why in lacking.items())
+        raise TaskError(
+            f"this training can't be run again as it was, as these have no name in the manifest: {said}. Name them with "
+            "--set, or run the Python that made it"
+        )
+
+
+def _is_given(tables: Mapping[str, Any], place: str) -> bool:
+    table, _, name = place.partition(".")
+    return name in tables.get(table, {})
 
 
 def refuse_other_data(record: Mapping[str, Any], dataset: Dataset) -> None:

@@ -32,6 +32,7 @@ from gradserve.algorithms.tasks.keywords import (
     is_path,
     starts_with,
 )
+from gradserve.algorithms.tasks.manifest import refuse_unnamed
 from gradserve.algorithms.tasks.trainers import TaskError, name_of, nearest, trainer_class
 from gradserve.data.dataset import Dataset
 
@@ -92,6 +93,7 @@ def load(path: str | Path, changes: Iterable[str] = ()) -> Task:
     for change in changes:
         _change(tables, change)
     try:
+        refuse_unnamed(tables)
         return task_of(tables, path.resolve().parent)
     except TaskError as error:
         raise TaskError(f"{path}: {error}") from error

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradserve.algorithms.tasks.calls import made
-from gradserve.algorithms.tasks.manifest import refuse_other_data, refuse_unnamed
+from gradserve.algorithms.tasks.manifest import refuse_other_data
 from gradserve.algorithms.tasks.plan import Plan, plan_of
 from gradserve.algorithms.tasks.task import Task
 from gradserve.algorithms.trainer import Callback, Fitted, Trainer
@@ -35,9 +35,8 @@ class Training:
 def ready(task: Task) -> Training:
     """Read the data, and say what will be done.
 
-    Raises DataError; TaskError for a manifest that can't be run again, or whose data has changed.
+    Raises DataError; TaskError for a manifest whose data has changed.
     """
-    refuse_unnamed(task.record)
     told = made(task.fit)
     if not isinstance(told["train_data"], Dataset):  # as fit would, but the rows are read once
         told["train_data"] = Dataset(told["train_data"], shuffle_seed=task.told("seed"))
