@@ -1,14 +1,19 @@
-"""Write a tiny random Qwen3 model and its tokenizer as a Hugging Face directory.
+"""Write a tiny Qwen3 model and its tokenizer as a Hugging Face directory.
 
     python tests/acceptance/make_model.py DIRECTORY
 
-Runs in the acceptance environment, which has torch and transformers. The numbers mean nothing: what is tested is that
-every request of the recipes is understood and answered.
+Runs in the acceptance environment, which has torch and transformers. The model knows nothing but how a dialogue looks:
+half a minute of training on random words teaches it to end a turn after a few of them, by the token or by the text
+with which the recipes' renderers expect it to. An untrained model never writes ``\\n\\nUser:``, so that every answer
+would be as long as is allowed and no stop string would ever be met.
 """
 
 from __future__ import annotations
 
+import random
+import string
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,6 +42,13 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+STEPS, ROWS, LENGTH, LEARNING_RATE = 500, 8, 256, 1e-2
+"""Of the training: a million tokens."""
+
+MOST_WORDS = 8
+"""In a turn; half as many on average."""
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -78,13 +90,60 @@ def tiny_qwen3(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config).float()
 
 
+def words(source: random.Random) -> str:
+    """A turn's text: a few random words, some of them numbers."""
+    letters = [string.ascii_lowercase, string.ascii_letters, string.digits]
+    return " ".join(
+        "".join(source.choices(source.choice(letters), k=source.randint(1, 8)))
+        for _ in range(source.randint(1, MOST_WORDS))
+    )
+
+
+def marked_dialogue(source: random.Random) -> str:
+    """Two turns with Qwen's marks, the answer with or without an empty thought."""
+    thought = source.choice(["", "<think>\n\n</think>\n\n"])
+    return f"<|im_start|>user\n{words(source)}<|im_end|>\n<|im_start|>assistant\n{thought}{words(source)}<|im_end|>\n"
+
+
+def plain_dialogue(source: random.Random) -> str:
+    """Two turns as base models are shown them: ``User: ...``, ``Assistant: ...``."""
+    return f"User: {words(source)}\n\nAssistant: {words(source)}\n\n"
+
+
+def teach_turns(model: Qwen3ForCausalLM, encode: Callable[[str], list[int]]) -> float:
+    """Train on dialogues, each row of one kind. Returns the last loss in nats per token."""
+    source = random.Random(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS)
+    loss = torch.tensor(torch.nan)
+    for _ in range(STEPS):
+        batch = torch.tensor([_row(source, encode) for _ in range(ROWS)])
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return loss.item()
+
+
+def _row(source: random.Random, encode: Callable[[str], list[int]]) -> list[int]:
+    dialogue = source.choice([marked_dialogue, plain_dialogue])
+    ids: list[int] = []
+    while len(ids) < LENGTH:
+        ids += encode(dialogue(source))
+    return ids[:LENGTH]
+
+
 def main() -> None:
     """Write both into the directory given."""
     directory = Path(sys.argv[1])
+    torch.set_num_threads(1)
     tokenizer = byte_tokenizer()
+    model = tiny_qwen3(tokenizer)
+    loss = teach_turns(model, tokenizer.encode)
     tokenizer.save_pretrained(directory)
-    tiny_qwen3(tokenizer).save_pretrained(directory)
-    print(f"{directory}: {len(tokenizer)} tokens, context {CONTEXT}")
+    model.save_pretrained(directory)
+    print(f"{directory}: {len(tokenizer)} tokens, context {CONTEXT}, loss {loss:.2f}")
 
 
 if __name__ == "__main__":

@@ -102,8 +102,11 @@ def write_uv_stand_in(work: Workspace) -> None:
 
 def make_model(work: Workspace) -> None:
     """The tiny model, and a link to it under each name that the recipes ask for."""
-    if not (work.model / "model.safetensors").is_file():
-        _run(work.python, HERE / "make_model.py", work.model)
+    maker, stamp = HERE / "make_model.py", work.model / "made"
+    wanted = hashlib.sha256(maker.read_bytes()).hexdigest()
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        _run(work.python, maker, work.model)
+        stamp.write_text(wanted)
     for name in MODEL_NAMES:
         link = work.recipes_cwd / name
         link.parent.mkdir(parents=True, exist_ok=True)

@@ -113,6 +113,11 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             process.wait(STOPPED_WITHIN_S)
         except subprocess.TimeoutExpired:
             print(f"the server did not stop within {STOPPED_WITHIN_S:.0f} s of SIGINT: killed", flush=True)
+    end_group(process)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of a process and its descendants."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -141,16 +146,21 @@ def run_recipe_tests(work: Workspace, recipe: str, base_url: str, run_dir: Path,
     ]
     began = time.monotonic()
     with log_path.open("wb") as log:
-        done = subprocess.run(
+        tests = subprocess.Popen(
             [str(part) for part in command],
             cwd=work.recipes_cwd,
             env=environment,
             stdout=log,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
+        try:
+            tests.wait()
+        finally:
+            end_group(tests)  # an interrupted run leaves no recipe behind
     results = read_report(recipe, report) if report.is_file() else []
-    if not results or (done.returncode != 0 and all(result.outcome == "passed" for result in results)):
-        message = f"pytest ended with status {done.returncode}, see {log_path}\n{tail(log_path)}"
+    if not results or (tests.returncode != 0 and all(result.outcome == "passed" for result in results)):
+        message = f"pytest ended with status {tests.returncode}, see {log_path}\n{tail(log_path)}"
         results.append(Result(recipe, "(pytest)", "failed", time.monotonic() - began, message))
     return results
 

@@ -81,6 +81,21 @@ def test_together_is_each_alone_to_the_bit(lab: Lab, base: str, lengths: tuple[i
         assert (got.usage.train_tokens, got.usage.prefill_tokens) == (want.usage.train_tokens, 0)
 
 
+@pytest.mark.parametrize("rank", [1, 8])
+@pytest.mark.parametrize("base", ["llama", "qwen3", "mistral-window"])
+def test_requests_of_one_shape_are_each_alone_to_the_bit(lab: Lab, base: str, rank: int) -> None:
+    """Products of small ranks must not be batched: their bits would be others."""
+    weights = [lab.adapter(base, seed=seed, rank=rank) for seed in range(4)]
+    together = [
+        GradTask(f"g{seed}", base, digest, rewarded(seed, (16, 16)), "ppo", {}, backward=True)
+        for seed, digest in enumerate(weights)
+    ]
+    alone = [lab.run(task) for task in together]
+    for got, want in zip(map(done, lab.engine.run_together(together)), alone, strict=True):
+        assert got.objects == want.objects, f"{got.task_id}: another gradient"
+        assert rows_of(got) == rows_of(want)
+
+
 def test_forward_alone(lab: Lab) -> None:
     together = [
         GradTask(task.id, task.base, task.weights, task.rows, task.loss, task.config, backward=False)

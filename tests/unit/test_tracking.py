@@ -157,9 +157,9 @@ import resource, signal, sys
 from gradserve.tracking import Tracker
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 tracker = Tracker(sys.argv[1])
-resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
 for step in range(100):
-    tracker.log(step, {"reward/mean": 0.5})
+    tracker.log(step, {f"reward/part/{part}": 0.5 for part in range(50)})
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 tracker.log(100, {"reward/mean": 1.0})
 tracker.close()

@@ -74,7 +74,7 @@ class Collector:
 
         An episode that has no reward has a ``failure``. Raises RowUnusable and what the service raises.
         """
-        if self._environment.make is SingleTurn:
+        if self._environment.make is SingleTurn and self._environment.max_context_tokens is None:
             groups = self._single_turn(sampler, rows, count, sampling, version, seed)
         else:
             groups = asyncio.run(self._played(sampler, rows, count, sampling, version, seed))
@@ -160,7 +160,7 @@ class _Policy:
 
     async def sample(self, prompt: Sequence[int], *, max_tokens: int, stop: Sequence[int], seed: int | None) -> Sampled:
         params = self._sampling.params(stop, seed or 0, max_tokens)
-        found = await self._sampler.sample_async(types.ModelInput.from_ints(list(prompt)), 1, params)
+        found = await self._sampler.sample(types.ModelInput.from_ints(list(prompt)), 1, params)
         sequence = found.sequences[0]
         return Sampled(tuple(sequence.tokens), _logprobs(sequence), _reason(sequence), self._version)
 

@@ -118,6 +118,8 @@ class RLTrainer(Trainer):
         config = dict(env_config or {})
         self._chat, self._system_prompt = bool(config.pop("chat", True)), config.pop("system_prompt", None)
         self._environment = environment_of(config)
+        if self._system_prompt and "environment" in config:
+            raise ValueError("system_prompt is for single-turn rows; an environment's start gives its own messages")
         if reward_func is None and self._environment.make is SingleTurn:
             raise ValueError("there is no reward: give reward_func, or an env_config with an environment that rewards")
         self._rewards = (
@@ -126,6 +128,8 @@ class RLTrainer(Trainer):
         self._samplers: dict[int, Any] = {}
         self._reference: tinker.SamplingClient | None = None
         self._asked = self._handed = 0
+        self.evaluated: list[Group] = []
+        """The episodes of the latest evaluation, a group for each row."""
 
     def close(self) -> None:
         """Also ends the reward's processes."""
@@ -262,7 +266,7 @@ class RLTrainer(Trainer):
     def _evaluate(self, rows: Sequence[Mapping[str, Any]]) -> Metrics:
         """``eval_samples`` episodes of each row, always with the same random numbers."""
         sampler = self._samplers[self.step].result()
-        groups = self._collector.groups(
+        groups = self.evaluated = self._collector.groups(
             sampler, rows, self.eval_samples, self._eval_sampling, self.step, _EVALUATION_SEED
         )
         found = [(number, each) for number, group in enumerate(groups) for each in group if each.failure is None]

@@ -101,6 +101,9 @@ class Trainer(abc.ABC):
         *,
         rank: int,
         learning_rate: Schedule,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
         beta1: float = 0.9,
         beta2: float = 0.95,
         eps: float = 1e-8,
@@ -113,6 +116,7 @@ class Trainer(abc.ABC):
     ) -> None:
         value_at(learning_rate, 0.0)
         self.base_model, self.rank, self.seed = model, rank, seed
+        self._targets = {"train_mlp": train_mlp, "train_attn": train_attn, "train_unembed": train_unembed}
         self._learning_rate = learning_rate
         self._adam = {
             "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "grad_clip_norm": grad_clip_norm
@@ -232,8 +236,7 @@ class Trainer(abc.ABC):
         eval_rows = None if eval_data is None else _rows_of(eval_data)
         folder = LogFolder(self._log_dir, self.kind)
         self._log_dir = folder.path
-        saved = self._open(folder, resume)
-        folder.write_manifest(manifest_of(self, self._made_with, told))
+        saved = _chosen(folder, resume)
         if saved is not None:
             dataset = dataset.at(saved.position)
             if early_stop is not None and "early_stop" in saved.state:
@@ -241,12 +244,15 @@ class Trainer(abc.ABC):
         loop = _Loop(
             self, folder, dataset, eval_rows, eval_every, checkpoint_every, early_stop, budget, tuple(callbacks)
         )
-        self._begin()
-        try:
-            return loop.run(batch_size, epochs, saved)
-        finally:
-            self.tracker = None
-            self._end()
+        with self._tracked(folder, saved, resume is not False):
+            self._open(saved)
+            folder.write_manifest(manifest_of(self, self._made_with, told))
+            loop.number = self.step
+            self._begin()
+            try:
+                return loop.run(batch_size, epochs, saved)
+            finally:
+                self._end()
 
     def evaluate(self, data: Any) -> Metrics:
         """The run as it is now on other data; metrics by name, ``eval/...``."""
@@ -273,22 +279,42 @@ class Trainer(abc.ABC):
             self._service = connect()
         return self._service
 
-    def _open(self, folder: LogFolder, resume: bool | str) -> Saved | None:
-        """Make the run, or take up a checkpoint; that one. Raises ValueError when it is not known here."""
-        saved = _chosen(folder, resume)
+    @contextlib.contextmanager
+    def _tracked(self, folder: LogFolder, saved: Saved | None, resumes: bool) -> Iterator[None]:
+        """Opened before there is a run: a folder with another training's lines is refused before anything is paid."""
+        step = self.step if saved is None else saved.step
+        goes_on = step if saved is not None or resumes or self._run is not None else None
+        with Tracker(folder.path, sinks=self._sinks, config=self._config(), resume_step=goes_on) as self.tracker:
+            try:
+                yield
+            finally:
+                self.tracker = None
+
+    def _config(self) -> dict[str, Any]:
+        """What a tracker shows of the settings."""
+        rate = self._learning_rate if isinstance(self._learning_rate, float | int | str) else "a function"
+        return {"trainer": self.kind, "model": self.base_model, "rank": self.rank, "seed": self.seed,
+                "learning_rate": rate, **self._targets, **self._adam}  # fmt: skip
+
+    def _open(self, saved: Saved | None) -> None:
+        """Make the run, or take up the checkpoint."""
         self._model = None
         if saved is None:
             if self._run is None:
                 self._run = self._new_run()
-            return None
+            return
         self._run = self.service.create_training_client_from_state_with_optimizer(saved.path).result()
         self.step = saved.step
         self._restore(saved.state)
-        return saved
 
     def _new_run(self) -> tinker.TrainingClient:
         return self.service.create_lora_training_client(
-            base_model=self.base_model, rank=self.rank, seed=self.seed
+            self.base_model,
+            self.rank,
+            self.seed,
+            train_mlp=self._targets["train_mlp"],
+            train_attn=self._targets["train_attn"],
+            train_unembed=self._targets["train_unembed"],
         ).result()
 
     def _save(self, folder: LogFolder, batch: Batch | None, dataset: Dataset, state: Mapping[str, Any]) -> str:
@@ -343,14 +369,14 @@ class _Loop:
         self.history: list[Metrics] = []
         self.evaluations: list[Metrics] = []
         self.stopped: str | None = None
-        self._number = trainer.step
+        self.number = trainer.step
         self._epoch = 1
         self._asked: deque[tuple[int, Batch, Answer, float]] = deque()
         self._last: Batch | None = None
         self._evaluated_at: int | None = None
         self._saved_at: int | None = None
         self._path = ""
-        self._began = time.monotonic()
+        self._began = self._settled_at = time.monotonic()
 
     def run(self, batch_size: int, epochs: int, resumed: Saved | None) -> Fitted:
         """See Trainer.fit."""
@@ -358,11 +384,9 @@ class _Loop:
         self._total = self._steps_in_all(batch_size, epochs)
         folder = self.folder.path
         with (
-            Tracker(folder, sinks=trainer._sinks, resume_step=resumed.step if resumed else None) as self.tracker,
             progress_line(trainer.kind, self._total, trainer.step, trainer.shown) as self._show,
             contextlib.closing(trainer._batches(self.dataset, batch_size, epochs)) as batches,
         ):
-            trainer.tracker = self.tracker
             if resumed is None:
                 self._evaluate()
             else:
@@ -392,18 +416,18 @@ class _Loop:
                 break
 
     def _ask(self, batch: Batch) -> None:
-        done = self._number / self._total if self._total else 0.0
+        done = self.number / self._total if self._total else 0.0
         rate = value_at(self.trainer._learning_rate, min(done, 1.0))
-        self._number += 1
-        self._asked.append((self._number, batch, self.trainer._ask(batch.items, rate), rate))
+        self.number += 1
+        self._asked.append((self.number, batch, self.trainer._ask(batch.items, rate), rate))
 
     def _due(self, every: int | None) -> bool:
-        return every is not None and self._number % every == 0
+        return every is not None and self.number % every == 0
 
     def _stops_here(self) -> bool:
         """Whether nothing may be in flight after the step that was asked for last."""
         most = self.budget.max_steps
-        ends = most is not None and self._number >= most
+        ends = most is not None and self.number >= most
         return ends or self._due(self.checkpoint_every) or self._due(self.eval_every)
 
     def _steps_in_all(self, batch_size: int, epochs: int) -> int | None:
@@ -423,7 +447,10 @@ class _Loop:
             metrics = answer()
             self.trainer.step = step
             self._last = batch
-            self._note(step, batch, metrics | {"optim/lr": rate, "time/data_loading": batch.loading_s})
+            now = time.monotonic()
+            times = {"time/data_loading": batch.loading_s, "time/step": now - self._settled_at}
+            self._settled_at = now
+            self._note(step, batch, metrics | {"optim/lr": rate} | times)
             self._tell(Event("step", step, batch.epoch, self.history[-1], self.trainer))
             if self.stopped is None:
                 self.stopped = self.budget.spent(step, self._began, self.trainer._bill_usd)
@@ -431,12 +458,16 @@ class _Loop:
     def _note(self, step: int, batch: Batch, metrics: Metrics) -> None:
         lost = [name for name in ("loss", "optim/grad_norm") if not math.isfinite(metrics.get(name, 0.0))]
         self.history.append({"step": step, "epoch": batch.epoch, **metrics})
-        self.tracker.log(step, metrics | {"epoch": batch.epoch})
+        self._log(step, metrics | {"epoch": batch.epoch})
         if lost:
             before = self.folder.checkpoints
             advice = f"resume from {before[-1].path} with a lower learning_rate" if before else "lower learning_rate"
             raise Diverged(f"step {step}: {lost[0]} is {metrics[lost[0]]}; {advice}")
         self._show(metrics)
+
+    def _log(self, step: int, metrics: Metrics) -> None:
+        if self.trainer.tracker is not None:
+            self.trainer.tracker.log(step, metrics)
 
     def _evaluate(self) -> None:
         """Evaluate the run as it is, where there is something to evaluate on."""
@@ -445,8 +476,9 @@ class _Loop:
         step = self._evaluated_at = self.trainer.step
         metrics = self.trainer._evaluate(self.eval_rows)
         self.evaluations.append({"step": step, "epoch": self._epoch, **metrics})
-        self.tracker.log(step, metrics)
+        self._log(step, metrics)
         self._tell(Event("evaluation", step, self._epoch, metrics, self.trainer))
+        self._settled_at = time.monotonic()
         stop = self.early_stop
         if stop is not None and stop.after(metrics) and self.stopped is None:
             self.stopped = f"{stop.metric} has not become better for {stop.patience} evaluations"

@@ -14,6 +14,7 @@ NAMES: Mapping[str, str] = {
     "data/tokens": "Tokens in this step's batch, prompts included.",
     "data/trained_tokens": "Tokens in this step's batch that have a loss.",
     "data/overlong_skipped": "Rows left out so far because they are longer than the limit.",
+    "time/step": "Seconds from the end of the step before to the end of this one; evaluations are not in it.",
     "time/data_loading": "Seconds that this step waited for rows.",
     "reward/mean": "Mean reward of the episodes that have one.",
     "reward/std": "Standard deviation of the rewards over all episodes.",

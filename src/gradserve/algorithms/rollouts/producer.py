@@ -179,7 +179,7 @@ class RolloutProducer(Generic[Batch]):
         if job.attempt + 1 >= self._max_attempts:
             raise WrongRollouts(
                 f"batch {job.number}, row {places[0]} {_shown(job.batch.items[places[0]])}: "
-                f"collected {job.attempt + 1} times, and it has tokens more than {self._staleness} steps older than version {version}"
+                f"collected {job.attempt + 1} times, it has tokens more than {self._staleness} steps behind {version}"
             )
         job.places, job.attempt = places, job.attempt + 1
         self._again = job

@@ -60,8 +60,8 @@ CREATE TABLE turns (
     tokens BLOB NOT NULL,
     logprobs BLOB NOT NULL,
     checksum INTEGER NOT NULL,
-    PRIMARY KEY (episode_id, number)
-) STRICT, WITHOUT ROWID;
+    UNIQUE (episode_id, number)
+) STRICT;
 
 CREATE VIEW samples AS
 SELECT

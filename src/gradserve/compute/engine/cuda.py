@@ -1,6 +1,6 @@
 """Kernels for CUDA devices: all sequences of a training pass in one variable-length attention call.
 
-Where torch has no such kernel for a number format (float32), the sequences go one by one, as on a CPU.
+Where torch has no such kernel for a number format (float32), they go as on a CPU.
 """
 
 from __future__ import annotations

@@ -14,6 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+Segment = tuple[slice, float]
+"""Rows of a pass and the scale of the adapter that they go through."""
+
 
 class RoutedLinear(torch.autograd.Function):
     """y = W x + c and, in the rows of each segment, + scale * B A x with that segment's own A [R, in], B [out, R].
@@ -27,7 +30,7 @@ class RoutedLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        segments: list[tuple[slice, float]],
+        segments: list[Segment],
         *factors: Tensor,
     ) -> Tensor:
         """x [N, in] -> [N, out]; ``segments`` are (rows, scale), ``factors`` A and B of each in turn."""
@@ -52,10 +55,75 @@ class RoutedLinear(torch.autograd.Function):
             part = grad[rows]
             back = (part @ b).mul_(scale)
             found.append(back.t() @ x[rows])
-            found.append((h.t() @ part).mul_(scale).t())  # this way round it takes half the time
+            found.append((h.t() @ part).mul_(scale).t().contiguous())  # this way round it takes half the time
             if dx is not None:
                 dx[rows].addmm_(back, a)
         return dx, None, None, None, *found
+
+
+class EvenlyRoutedLinear(torch.autograd.Function):
+    """RoutedLinear for E adjacent segments of n rows each whose adapters have one shape: the same products, batched.
+
+    A fifth of the calls. Each segment's bits are those of RoutedLinear where ``even`` allows it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        segments: list[Segment],
+        *factors: Tensor,
+    ) -> Tensor:
+        """As RoutedLinear's."""
+        y = F.linear(x, weight, bias)
+        a, b = torch.stack(factors[::2]), torch.stack(factors[1::2])  # [E, R, in], [E, out, R]
+        reduced = torch.bmm(_stacked(x, segments), a.transpose(1, 2))
+        _stacked(y, segments).baddbmm_(reduced, b.transpose(1, 2), alpha=segments[0][1])
+        # The factors are others' memory, the stacks would be this pass's: they are made again.
+        ctx.save_for_backward(x, weight, reduced, *factors)
+        ctx.segments = segments  # type: ignore[attr-defined]
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """As RoutedLinear's."""
+        x, weight, h, *factors = ctx.saved_tensors
+        scale = ctx.segments[0][1]
+        dx = grad @ weight if ctx.needs_input_grad[0] else None
+        part = _stacked(grad, ctx.segments)
+        back = torch.bmm(part, torch.stack(factors[1::2])).mul_(scale)
+        da = torch.bmm(back.transpose(1, 2), _stacked(x, ctx.segments))
+        db = torch.bmm(h.transpose(1, 2), part).mul_(scale).transpose(1, 2).contiguous()
+        if dx is not None:
+            _stacked(dx, ctx.segments).baddbmm_(back, torch.stack(factors[::2]))
+        return dx, None, None, None, *(factor for pair in zip(da, db, strict=True) for factor in pair)
+
+
+EVEN_RANK = 8
+"""From this rank on a batched product gives the bits of single ones (measured: MKL, one thread, 1 to 256 rows)."""
+
+
+def even(segments: list[Segment], factors: list[Tensor]) -> bool:
+    """Whether EvenlyRoutedLinear may take the place of RoutedLinear."""
+    (first, scale), (a, b) = segments[0], factors[:2]
+    count = first.stop - first.start
+    return (
+        len(segments) > 1
+        and a.shape[0] >= EVEN_RANK
+        and all(
+            other == (slice(first.start + index * count, first.start + (index + 1) * count), scale)
+            for index, other in enumerate(segments)
+        )
+        and all(factor.shape == a.shape for factor in factors[::2])
+        and all(factor.shape == b.shape for factor in factors[1::2])
+    )
+
+
+def _stacked(x: Tensor, segments: list[Segment]) -> Tensor:
+    """[N, d] -> [E, n, d], a view of the segments' rows."""
+    return x[segments[0][0].start : segments[-1][0].stop].view(len(segments), -1, x.shape[1])
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -138,6 +138,15 @@ class Fast(OneByOne):
             return torch.cat([_in_window(q, k, v, scale, window, at) for at in range(0, n, _BLOCK)])
         return _attend(q, k, v, scale, None if n == m else band(n, m, None, q.device))
 
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float, window: int | None) -> Tensor:
+        """See Kernels. Sequences of one length are one call, which gives each the bits of a call of its own."""
+        length = lengths[0]
+        if len(lengths) == 1 or set(lengths) != {length} or (window is not None and length > window):
+            return super().packed(q, k, v, lengths, scale, window)
+        q, k, v = (x.view(x.shape[0], -1, length, x.shape[2]).transpose(0, 1) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
     def decode(self, q: Tensor, keys: Tensor, values: Tensor, sight: Sight, scale: float) -> Tensor:
         """See Kernels. The G queries of a key head are its query positions."""
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=sight.mask, scale=scale)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gradserve.compute.engine.fused import RoutedLinear
+from gradserve.compute.engine.fused import EvenlyRoutedLinear, RoutedLinear, even
 from gradserve.compute.engine.kernels import Kernels
 from gradserve.compute.engine.stacked import ENOUGH, SMALL, Groups, Stack
 from gradserve.wire.errors import Invalid
@@ -175,9 +175,10 @@ class LoraLinear(nn.Module):
         weight, bias = self.linear.weight, self.linear.bias
         parts = self._router.fusible(self._name, weight)
         if parts:
-            segments = [(route.rows, route.adapter.scale) for route, _ in parts]
+            segments = [(route.rows, route.adapter.scale) for route, _ in parts if isinstance(route.rows, slice)]
             factors = [factor for _, pair in parts for factor in pair]
-            y: Tensor = RoutedLinear.apply(flat, weight, bias, segments, *factors)  # type: ignore[no-untyped-call]
+            routed = EvenlyRoutedLinear if even(segments, factors) else RoutedLinear
+            y: Tensor = routed.apply(flat, weight, bias, segments, *factors)  # type: ignore[no-untyped-call]
         else:
             y = self._kernels.linear(flat, weight, bias)
             self._router.add(self._name, flat, y)
