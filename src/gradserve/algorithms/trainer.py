@@ -25,6 +25,7 @@ from gradserve.algorithms.log_folder import LogFolder, Saved
 from gradserve.algorithms.progress import progress_line
 from gradserve.algorithms.schedules import Schedule, value_at
 from gradserve.algorithms.stopping import Budget, EarlyStop
+from gradserve.algorithms.tasks.manifest import manifest_of
 from gradserve.client.connect import connect
 from gradserve.data.dataset import Dataset
 from gradserve.tracking.tracker import Tracker
@@ -87,6 +88,12 @@ class Trainer(abc.ABC):
     """Metrics for the progress line, with their labels."""
     ahead: ClassVar[int] = 1
     """Steps that are asked for before the oldest one's answer is there."""
+    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *arguments: Any, **keywords: Any) -> Self:
+        made = super().__new__(cls)
+        made._made_with = (arguments, keywords)  # here, where a subclass's own are seen too: for the manifest
+        return made
 
     def __init__(
         self,
@@ -216,6 +223,7 @@ class Trainer(abc.ABC):
         Raises ValueError for arguments that do not fit, DataError and BadRow for data, Diverged when the loss or the
         gradient is not finite; tinker's errors for what the service refuses.
         """
+        told = {name: value for name, value in locals().items() if name != "self"}
         if epochs < 1 or batch_size < 1:
             raise ValueError(f"epochs is {epochs} and batch_size is {batch_size}: give at least 1 of each")
         for name, every in (("eval_every", eval_every), ("checkpoint_every", checkpoint_every)):
@@ -238,6 +246,7 @@ class Trainer(abc.ABC):
         )
         with self._tracked(folder, saved, resume is not False):
             self._open(saved)
+            folder.write_manifest(manifest_of(self, self._made_with, told))
             loop.number = self.step
             self._begin()
             try:

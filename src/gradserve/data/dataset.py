@@ -55,6 +55,8 @@ class Dataset:
         included. prefetch: rows that a thread reads ahead; 0 for none. cache: a folder on
         this disk for copies of remote files, which are fetched again only when they have changed.
         """
+        self.told = {name: value for name, value in locals().items() if name != "self"}
+        """The keywords of this call, for a manifest."""
         if prefetch < 0:
             raise DataError("prefetch is a number of rows, or 0 for none")
         cut = Split.parse(split)
