@@ -51,7 +51,7 @@ def plain_model(url: str, path: str, base: str, folder: Path) -> Any:
 
 def logprob(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
     """Of an answer's tokens, summed; one row, no padding."""
-    found = model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0, :-1].log_softmax(-1)
+    found: Tensor = model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0, :-1].log_softmax(-1)
     chosen = found.gather(1, torch.tensor([*prompt, *answer][1:])[:, None])[:, 0]
     return chosen[len(prompt) - 1 :].sum()
 
@@ -187,14 +187,18 @@ def teacher_of(service: tinker.ServiceClient, folder: Path) -> tuple[str, str]:
     return trainer.run.save_weights_for_sampler("teacher").result().path, fitted.path
 
 
+def next_logprobs(model: Any, prompt: Sequence[int]) -> Tensor:
+    """[V] of the token after the prompt."""
+    found: Tensor = model(input_ids=torch.tensor([list(prompt)])).logits[0, -1].log_softmax(-1)
+    return found
+
+
 def exact_kl(student: Any, teacher: Any, ids: Sequence[Sequence[int]], *, reverse: bool) -> float:
     """KL of next tokens after each of the prompts, whole vocabulary, mean."""
     found = []
     for prompt in ids:
         with torch.no_grad():
-            mine, theirs = (
-                m(input_ids=torch.tensor([list(prompt)])).logits[0, -1].log_softmax(-1) for m in (student, teacher)
-            )
+            mine, theirs = (next_logprobs(model, prompt) for model in (student, teacher))
         p, q = (mine, theirs) if reverse else (theirs, mine)
         found.append(float((p.exp() * (p - q)).sum()))
     return float(np.mean(found))
@@ -204,14 +208,14 @@ def exact_kl(student: Any, teacher: Any, ids: Sequence[Sequence[int]], *, revers
 def test_distillation_brings_the_student_to_the_teacher(
     mode: Any, service: tinker.ServiceClient, url: str, tiny_models: dict[str, str], tmp_path: Path
 ) -> None:
-    """The exact KL of the next token after the prompts falls to under a third."""
+    """The exact KL of the next token after the prompts falls to under a fifth, that of sampled answers to a half."""
     sampler, state = teacher_of(service, tmp_path / "teacher-log")
-    settings: dict[str, Any] = {"on_policy": {"samples": 32}, "off_policy": {"samples": 4, "top_k": 20}}[mode]
+    settings: dict[str, Any] = {"on_policy": {"samples": 12}, "off_policy": {"samples": 4, "top_k": 20}}[mode]
     student = DistillTrainer(
-        "tiny", sampler, mode=mode, max_tokens=4, rank=RANK, learning_rate=1e-2, service=service,
+        "tiny", sampler, mode=mode, max_tokens=2, rank=RANK, learning_rate=1e-2, service=service,
         log_dir=tmp_path / "log", **settings,
     )  # fmt: skip
-    fitted = student.fit(PROMPTS, PROMPTS, epochs=15, batch_size=4, eval_every=15)
+    fitted = student.fit(PROMPTS, PROMPTS, epochs=12, batch_size=4, eval_every=12)
     (tmp_path / "s").mkdir()
     (tmp_path / "t").mkdir()
     teacher = plain_model(url, state, tiny_models["tiny"], tmp_path / "t")
@@ -221,15 +225,15 @@ def test_distillation_brings_the_student_to_the_teacher(
     reverse = mode == "on_policy"
     before, after = (exact_kl(model, teacher, ids, reverse=reverse) for model in (base, now))
     print(mode, before, after, fitted.evaluations)
-    assert after < before / 3
+    assert after < before / 5
     name = "eval/reverse_kl" if reverse else "eval/forward_kl"
-    assert fitted.evaluations[-1][name] < fitted.evaluations[0][name] / 3
+    assert fitted.evaluations[-1][name] < fitted.evaluations[0][name] / 2
 
 
-def test_distillation_metrics_are_the_exact_kl_where_one_token_is_all(
+def test_the_forward_kl_of_one_token_is_that_of_plain_torch(
     service: tinker.ServiceClient, url: str, tiny_models: dict[str, str], tmp_path: Path
 ) -> None:
-    """With the whole vocabulary as soft targets, kl/forward of the first step is the KL of the base model to it."""
+    """kl/forward of the first step is that of the base model to the teacher's 20 likeliest tokens, renormalised."""
     sampler, state = teacher_of(service, tmp_path / "teacher-log")
     student = DistillTrainer(
         "tiny", sampler, mode="off_policy", samples=1, max_tokens=1, top_k=20, rank=RANK, service=service,

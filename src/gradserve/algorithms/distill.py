@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tinker import types
 
 from gradserve.algorithms.datums import datum, scored
-from gradserve.algorithms.sampling_clients import sampling_client
+from gradserve.algorithms.sampling_clients import sampling_client, tokenizer_of
 from gradserve.algorithms.schedules import Schedule
 from gradserve.algorithms.trainer import Answer, Metrics, Trainer
 from gradserve.data.errors import DataError
@@ -104,7 +104,7 @@ class DistillTrainer(Trainer):
     def _begin(self) -> None:
         self._teacher = sampling_client(self.service, self._teacher_name)
         tokenizer = self.tokenizer
-        refuse_other_tokenizer(tokenizer, self._teacher.get_tokenizer(), self._teacher_name)
+        refuse_other_tokenizer(tokenizer, tokenizer_of(self._teacher), self._teacher_name)
         self._template = ChatTemplate(tokenizer) if getattr(tokenizer, "chat_template", None) else None
         self._stop = self._template.stop if self._template else [tokenizer.eos_token_id]
 
