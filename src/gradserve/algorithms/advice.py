@@ -67,7 +67,9 @@ def _learning_rate(trainer: str, parameters: int | None, mode: str | None) -> It
         if parameters is None:
             yield _rate(1e-3, "the size of the model is unknown; this is for models up to 5B", SWEEP)
         elif parameters <= SMALL_UP_TO:
-            yield _rate(1e-3, "best for most of 1B to 4B, and taken for smaller ones; some 10 times full fine-tuning's", SWEEP)
+            yield _rate(
+                1e-3, "best for most of 1B to 4B, and taken for smaller ones; some 10 times full fine-tuning's", SWEEP
+            )
         else:
             yield _rate(3e-4, "best for most from 8B on; some 10 times full fine-tuning's", SWEEP)
     elif trainer == "rl":

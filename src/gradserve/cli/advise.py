@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,24 +67,25 @@ def _model(task: Task) -> Model:
     from gradserve.algorithms.tasks.review import Model
 
     name = str(task.told("model"))
-    if os.environ.get("GRADSERVE_URL"):
-        return _on_the_server(name)
+    if url := os.environ.get("GRADSERVE_URL"):
+        return _on_the_server(url, name)
     try:
         return _on_this_machine(name)
     except ImportError:  # without gradserve[server]
         return Model.named(name)
 
 
-def _on_the_server(name: str) -> Model:
+def _on_the_server(url: str, name: str) -> Model:
     """Raises ClickException for a model that it does not have: the training would be refused, too."""
     from gradserve.algorithms.tasks.review import Model
-    from gradserve.client.connect import connect
+    from gradserve.client.connect import LOCAL_KEY
+    from gradserve.client.extensions import call
 
-    with connect() as service:
-        offered = {each.model_name: each for each in service.get_server_capabilities().supported_models}
+    answer = call(url, "get_server_capabilities", os.environ.get("TINKER_API_KEY") or LOCAL_KEY)
+    offered = {each["model_name"]: each for each in json.loads(answer)["supported_models"]}
     if name not in offered:
-        raise click.ClickException(f"the server has no model {name!r}; it has {', '.join(map(str, offered))}")
-    return Model.named(name, offered[name].max_context_length)
+        raise click.ClickException(f"the server has no model {name!r}; it has {', '.join(offered)}")
+    return Model.named(name, offered[name].get("max_context_length"))
 
 
 def _on_this_machine(name: str) -> Model:

@@ -76,7 +76,7 @@ def warnings(task: Task, model: Model, plan: Plan | None) -> Iterator[str]:
     yield from _of_lengths(task, model)
     if plan.max_tokens is not None and plan.group_size > 1 and plan.episodes_per_step < _FEW_EPISODES:
         yield (
-            f"a step has {plan.episodes_per_step} episodes: rewards of so few say little; raise batch_size or group_size"
+            f"a step has {plan.episodes_per_step} episodes: so few say little; raise batch_size or {plan.group_keyword}"
         )
     if _told(task, "temperature") == 0:
         yield "temperature is 0: all answers to a prompt are the same, so nothing is learned; leave it at 1"
@@ -112,8 +112,8 @@ def _of_lengths(task: Task, model: Model) -> Iterator[str]:
         tokens = _told(task, keyword)
         if tokens is not None and tokens >= model.context:
             yield (
-                f"{keyword} is {tokens:,} and the context of {model.name} is {model.context:,} tokens, prompt included: "
-                "longer ones are refused by the server"
+                f"{keyword} is {tokens:,} and the context of {model.name} is {model.context:,} tokens, prompt "
+                "included: longer ones are refused by the server"
             )
 
 
