@@ -23,4 +23,5 @@ def init(template: str, out: Path | None) -> None:
     with refused_in_one_line():
         files = write_project(template, folder)
     click.echo(f"wrote {', '.join(files)} into {folder}")
-    click.echo(f"next: gradserve train {folder / 'task.toml'}")
+    first = "teacher.toml" if "teacher.toml" in files else "task.toml"
+    click.echo(f"next: gradserve train {folder / first}")

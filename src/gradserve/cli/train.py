@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 3
 """Metrics of a step's line, where the trainer does not say which."""
+_ASIDE = ("_low", "_high", "_count")
+"""Endings of what belongs to another metric of an evaluation."""
 
 
 @click.command(short_help="Train what a task file says; see gradserve init.")
@@ -111,7 +113,7 @@ def _at_a_terminal() -> bool:
 
 def _first_and_last(evaluations: list[dict[str, float]]) -> str:
     first, last = evaluations[0], evaluations[-1]
-    names = [name for name in last if name.startswith("eval/")]
+    names = [name for name in last if name.startswith("eval/") and not name.endswith(_ASIDE)]
     return ", ".join(f"{name} {first[name]:.4g} -> {last[name]:.4g}" for name in names if name in first)
 
 

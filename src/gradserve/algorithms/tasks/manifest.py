@@ -33,7 +33,10 @@ _OWN = ("service", "log_dir")
 def manifest_of(
     trainer: Any, arguments: tuple[Sequence[Any], Mapping[str, Any]], told: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """JSON, of a trainer that has its run. ``arguments`` are the constructor's, positional and by name; ``told`` is what ``fit`` was."""
+    """JSON, of a trainer that has its run.
+
+    ``arguments`` are those of its constructor, positional and by name; ``told`` are those of ``fit``.
+    """
     writing = _Writing(type(trainer))
     writing.constructor(arguments)
     for place, keywords in fit_keywords(type(trainer)).items():
@@ -58,7 +61,7 @@ def refuse_unnamed(tables: Mapping[str, Any]) -> None:
     if lacking:
         said = "; ".join(f"{place}: {why}" for place, why in lacking.items())
         raise TaskError(
-            f"this training can't be run again as it was, as these have no name in the manifest: {said}. Name them with "
+            f"this training can't be run again as it was, for what has no name in the manifest: {said}. Name it with "
             "--set, or run the Python that made it"
         )
 
@@ -173,9 +176,7 @@ def _source(data: Any) -> Any:
         raise _Unnamed(f"rows in memory ({type(data).__name__}); write them to a file")
     defaults = constructor_keywords(Dataset)
     told = {
-        name: _plain(value)
-        for name, value in data.told.items()
-        if name != "source" and value != defaults[name].default
+        name: _plain(value) for name, value in data.told.items() if name != "source" and value != defaults[name].default
     }
     # Without shuffle_seed a task file's rows are shuffled by the trainer's seed; those of a Dataset are not.
     return {"source": _source(data.told["source"]), **told, "shuffle_seed": data.told["shuffle_seed"]}

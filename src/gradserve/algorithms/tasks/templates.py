@@ -28,6 +28,27 @@ def _answered_sums() -> dict[str, Rows]:
     return {"data.jsonl": ({"messages": _conversation(problem)} for problem in train)}
 
 
+def _preferred_sums() -> dict[str, Rows]:
+    train, _ = problems()
+    return {"data.jsonl": map(_preferred_sum, train)}
+
+
+def _preferred_sum(problem: Addition) -> dict[str, Any]:
+    """A short answer is chosen before one that is as right and goes on."""
+    question, answer = _conversation(problem)
+    longer = f"To find the sum, we add the two numbers: {answer['content']}. Would you like to see another example?"
+    return {"prompt": [question], "chosen": answer["content"], "rejected": longer}
+
+
+def _teacher_and_prompts() -> dict[str, Rows]:
+    train, held_out = problems()
+    asked = {"prompts.jsonl": train, "held-out.jsonl": held_out}
+    return {
+        "answers.jsonl": ({"messages": _conversation(problem)} for problem in train),
+        **{name: ({"prompt": [_conversation(problem)[0]]} for problem in some) for name, some in asked.items()},
+    }
+
+
 def _conversation(problem: Addition) -> list[dict[str, str]]:
     said = f"{problem.left} + {problem.right} = {_total(problem)}"
     return [{"role": "user", "content": problem.question}, {"role": "assistant", "content": said}]
@@ -40,6 +61,8 @@ def _total(problem: Addition) -> str:
 TEMPLATES: Mapping[str, Callable[[], dict[str, Rows]]] = {
     "math-rl": _sums_to_answer,
     "sft": _answered_sums,
+    "dpo": _preferred_sums,
+    "distill": _teacher_and_prompts,
     "robot": dict,
 }
 """By name, what makes the data files of each."""
