@@ -1,6 +1,6 @@
 # make quickstart   set up a virtual environment and run the main job: RL on a small language model
 # make test         set up and run every check and test
-# make acceptance   the public cookbook's recipe tests against a real server (minutes; see tests/acceptance)
+# make acceptance   the public cookbook's recipe tests against a real server (about ten minutes; see tests/acceptance)
 # make vllm         set up a second environment with vLLM for CPUs and run the vllm sampler's checks (see docs/decisions/0007)
 # make bench        startup, training and sampling figures (see benchmarks)
 

@@ -22,13 +22,12 @@ def reward(answer: str) -> float:
 def ppo(logprobs, old_logprobs, values, returns, sampled, clip=0.2, value_weight=0.5):
     """With discount and lambda 1 an advantage is the return less the value; ``sampled`` is 1 at the policy's tokens."""
     count = sampled.sum()
-    advantages = (returns - values).detach() * sampled
-    advantages = advantages - advantages.sum() / count
-    advantages = advantages / ((advantages * sampled).square().sum() / count + 1e-6).sqrt()
+    centred = (returns - values).detach() - ((returns - values).detach() * sampled).sum() / count
+    advantages = centred / ((centred * sampled).square().sum() / count + 1e-6).sqrt()
     ratio = (logprobs - old_logprobs).exp()
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
     missed = ((values - returns).square() * sampled).sum() / count
-    return -(gain * sampled).sum() / count + value_weight * missed, {"value_error": missed}
+    return value_weight * missed - (gain * sampled).sum() / count, {"value_error": missed}
 
 
 def main(model: str = "smollm2-135m-instruct", steps: int = 10) -> float:
@@ -48,11 +47,10 @@ def main(model: str = "smollm2-135m-instruct", steps: int = 10) -> float:
                 tokens, silent, count = [*prompt, *answer.tokens], [0.0] * (len(prompt) - 1), len(answer.tokens)
                 given = {"logprobs": answer.logprobs, "returns": [rewards[-1]] * count, "sampled": [1.0] * count}
                 inputs = {name: np.array([*silent, *values], np.float32) for name, values in given.items()}
-                inputs["target_tokens"] = np.array(tokens[1:])
                 arrays = {name: types.TensorData.from_numpy(values) for name, values in inputs.items()}
+                arrays["target_tokens"] = types.TensorData.from_numpy(np.array(tokens[1:]))
                 data.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=arrays))
-        run.forward_backward(data, loss).result()
-        run.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+        run.forward_backward(data, loss), run.optim_step(types.AdamParams(learning_rate=1e-3)).result()
         print(f"step {step + 1}: reward {np.mean(rewards):.2f}")
     return float(np.mean(rewards))
 

@@ -6,8 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gradserve.algorithms.distill import DistillTrainer
+    from gradserve.algorithms.dpo import DPOTrainer
     from gradserve.algorithms.fit import fit
     from gradserve.algorithms.ppo import PPOTrainer
+    from gradserve.algorithms.reward_model import RewardModelTrainer
+    from gradserve.algorithms.rl import RLTrainer
+    from gradserve.algorithms.sft import SFTTrainer
+    from gradserve.algorithms.stopping import EarlyStop
     from gradserve.client.connect import connect
     from gradserve.client.full import create_full_training_client, create_lora_training_client
     from gradserve.client.modules import ModuleClient
@@ -23,10 +29,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "BadRow",
+    "DPOTrainer",
     "DataError",
     "Dataset",
+    "DistillTrainer",
+    "EarlyStop",
     "ModuleClient",
     "PPOTrainer",
+    "RLTrainer",
+    "RewardModelTrainer",
+    "SFTTrainer",
     "__version__",
     "connect",
     "contamination",
@@ -45,10 +57,16 @@ __all__ = [
 
 _HOMES = {
     "BadRow": "data.errors",
+    "DPOTrainer": "algorithms.dpo",
     "DataError": "data.errors",
     "Dataset": "data.dataset",
+    "DistillTrainer": "algorithms.distill",
+    "EarlyStop": "algorithms.stopping",
     "ModuleClient": "client.modules",
     "PPOTrainer": "algorithms.ppo",
+    "RLTrainer": "algorithms.rl",
+    "RewardModelTrainer": "algorithms.reward_model",
+    "SFTTrainer": "algorithms.sft",
     "connect": "client.connect",
     "contamination": "data.contamination",
     "create_full_training_client": "client.full",

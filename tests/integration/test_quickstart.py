@@ -13,7 +13,9 @@ def test_quickstart_from_nothing_to_a_bill(tmp_path: Path) -> None:
     plot = tmp_path / "curve.png"
     environment = {**os.environ, "XDG_DATA_HOME": str(tmp_path), "COLUMNS": "100"}
     command = [sys.executable, "-m", "gradserve", "quickstart", "--steps", "2", "--plot", str(plot)]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
+    ran = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=280, check=False
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "step 2/2 · reward" in ran.stdout
     assert "Sample answers" in ran.stdout

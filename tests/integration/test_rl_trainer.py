@@ -86,7 +86,7 @@ def test_the_first_gradient_is_that_of_the_papers_formula(
     assert history[0]["reward/zero_advantage_groups"] == pytest.approx(1 - shares)
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "cispo"])
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_task_from_near_0_to_over_09(algorithm: str, service: tinker.ServiceClient, tmp_path: Path) -> None:
     trainer = trainer_of(service, tmp_path, algorithm=algorithm, group_size=16, rank=8)
     fitted = trainer.fit(ROWS, eval_data=ROWS[:6], epochs=9, batch_size=4, max_steps=14)

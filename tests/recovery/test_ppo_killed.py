@@ -62,7 +62,7 @@ def states(run: ModuleClient) -> dict[str, Tensor]:
 
 def test_ppo_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """Environments live in workers only: the new ones play the actions again."""
-    with machine({}, tmp_path) as place:
+    with machine({}, tmp_path, GRADSERVE_MODELS="{}") as place:
         calm = started(place.url)
         trained(calm, 8)
         shaken = started(place.url)
@@ -84,7 +84,7 @@ def _restart(place: Machine) -> None:
 
 def test_a_checkpoint_has_all_that_ppo_needs(tmp_path: Path) -> None:
     """Six iterations, and three, a checkpoint, three more: environments and normalisation go on where they were."""
-    with machine({}, tmp_path) as place:
+    with machine({}, tmp_path, GRADSERVE_MODELS="{}") as place:
         whole = started(place.url)
         trained(whole, 6)
         half = started(place.url)

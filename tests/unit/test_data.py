@@ -244,6 +244,41 @@ def test_the_nearest_name_says_what_a_file_is_for(
     assert numbers(Dataset(tmp_path, split=split)) == expected
 
 
+def test_copies_of_remote_files_are_fetched_once_and_again_when_the_files_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import boto3
+    import s3fs
+
+    def put(rows: list[dict[str, object]]) -> None:
+        body = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        boto3.client("s3").put_object(Bucket="copies", Key="a.jsonl", Body=body)
+
+    fetched: list[str] = []
+    real = s3fs.S3FileSystem._get_file
+
+    async def counted(self: Any, path: str, *rest: Any, **more: Any) -> Any:
+        fetched.append(path)
+        return await real(self, path, *rest, **more)
+
+    with s3_server("copies"):
+        s3fs.S3FileSystem.clear_instance_cache()
+        monkeypatch.setattr(s3fs.S3FileSystem, "_get_file", counted)
+        put([{"n": 1}, {"n": 2}])
+        dataset = Dataset("s3://copies/a.jsonl", cache=tmp_path)
+        assert [numbers(dataset), numbers(dataset)] == [[1, 2], [1, 2]]
+        assert numbers(Dataset("s3://copies/a.jsonl", cache=tmp_path)) == [1, 2]
+        assert fetched == ["copies/a.jsonl"]
+        put([{"n": 3}, {"n": 4}])  # as many bytes
+        assert numbers(Dataset("s3://copies/a.jsonl", cache=tmp_path)) == [3, 4]
+        assert len(fetched) == 2
+        for copy in tmp_path.iterdir():
+            copy.write_bytes(b"cut")
+        assert numbers(Dataset("s3://copies/a.jsonl", cache=tmp_path)) == [3, 4]
+        assert {len(copy.read_bytes()) for copy in tmp_path.iterdir()} == {3, 18}
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
 def test_urls_memory_and_s3() -> None:
     import boto3
     import fsspec

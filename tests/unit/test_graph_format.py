@@ -168,3 +168,14 @@ def test_larger_constants_where_the_caller_allows_them() -> None:
 def test_reading_a_graph_needs_no_torch() -> None:
     program = "import sys, gradserve, gradserve.wire.fx, gradserve.compiler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_symbol_stands_for_one_size() -> None:
+    logprobs, mask = (Input(name, "input", "float32", ["B", "T", 3]) for name in ("logprobs", "mask"))
+    for shape, fits in (((4, 7, 3), True), ((4, 8, 3), False), ((5, 7, 3), False), ((4, 7, 2), False), ((4, 7), False)):
+        sizes: dict[str, int] = {}
+        assert logprobs.fits((4, 7, 3), sizes)
+        assert sizes == {"B": 4, "T": 7}
+        assert mask.fits(shape, sizes) is fits
+    assert not Input("square", "input", "float32", ["B", "B"]).fits((2, 3), {})
+    assert Input("scalar", "input", "float32", []).fits((), {})

@@ -89,8 +89,9 @@ class ActorCritic(nn.Module):
             found, value = found[0], {"value": found[1]}
         if not isinstance(found, Tensor) or found.ndim != 2 or found.shape[1] != self._logits + self._means:
             return None
-        logits = {"logits": found[:, : self._logits]} if self._logits else {}
-        means = {"mean": found[:, self._logits :]} if self._means else {}
+        if not (self._logits and self._means):
+            return {"logits" if self._logits else "mean": found} | value
+        logits, means = {"logits": found[:, : self._logits]}, {"mean": found[:, self._logits :]}
         return logits | means | value
 
     def _fit(self, outputs: Mapping[str, Tensor]) -> bool:

@@ -39,15 +39,22 @@ class Addition:
         """The question in the ChatML format of the model, without a system message."""
         return f"<|im_start|>user\n{self.question}<|im_end|>\n<|im_start|>assistant\n"
 
-    def reward(self, answer: str, finished: bool) -> float:
-        """1 if the last number is the sum and the answer ends there; 0.5 if it is the sum but more follows; else 0.
+    @property
+    def row(self) -> dict[str, str]:
+        """For RLTrainer: the prompt, and the sum that ``reward`` looks for."""
+        return {"prompt": self.prompt, "answer": str(self.left + self.right), "question": self.question}
 
-        ``finished`` is False when the answer was cut at the token limit.
-        """
-        numbers = _NUMBER.findall(answer)
-        if not numbers or int(numbers[-1][:9]) != self.left + self.right:
-            return 0.0
-        return 1.0 if finished and _ENDS_WITH_NUMBER.search(answer.strip()) else 0.5
+
+def reward(completion: str, answer: str) -> float:
+    """1 if the last number is the sum and the completion ends there; 0.5 if it is the sum but more follows; else 0.
+
+    >>> [reward(text, "7") for text in ("3 + 4 = 7.", "It is 7 of course", "12")]
+    [1.0, 0.5, 0.0]
+    """
+    numbers = _NUMBER.findall(completion)
+    if not numbers or numbers[-1].lstrip("0") != answer:
+        return 0.0
+    return 1.0 if _ENDS_WITH_NUMBER.search(completion.strip()) else 0.5
 
 
 def problems(seed: int = 7) -> tuple[list[Addition], list[Addition]]:

@@ -6,7 +6,9 @@ first one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,3 +29,9 @@ def datum(tokens: Sequence[int], **per_token: ArrayLike) -> types.Datum:
 def scored(output: types.LossFnOutput) -> NDArray[np.float64]:
     """The log-probs [N - 1] that a forward pass gave for a datum of N tokens."""
     return np.asarray(output["logprobs"].to_numpy(), dtype=np.float64)
+
+
+def grad_norm(stepped: Any) -> float:
+    """Of a future of optim_step; NaN where the service does not say."""
+    found: float = (stepped.result().metrics or {}).get("grad_norm", math.nan)
+    return found

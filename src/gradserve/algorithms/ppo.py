@@ -13,12 +13,12 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import msgspec
 
 from gradserve.algorithms.environments import Answer, environments_of
-from gradserve.algorithms.ppo_settings import PPOSettings, refuse_unknown, settings_of
+from gradserve.algorithms.ppo_settings import KINDS, PPOSettings, refuse_unknown, settings_of
 from gradserve.algorithms.progress import progress_line
 from gradserve.algorithms.refusals import as_value_errors
 from gradserve.algorithms.weights import packed, trained, unpacked
@@ -85,6 +85,9 @@ class PPOTrainer:
     Raises TypeError for an unknown setting, ValueError for one out of bounds, for an environment that is not registered
     and for a module that does not fit its spaces, CaptureError for a module that can't become a graph.
     """
+
+    settings_kinds: ClassVar[Mapping[str, Any]] = KINDS
+    """What ``settings`` may name, with types."""
 
     def __init__(
         self,

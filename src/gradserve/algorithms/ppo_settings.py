@@ -61,14 +61,20 @@ class PPOSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _OWN = frozenset(PPOSettings.__struct_fields__) - {"ppo"}
-_KNOWN = sorted((_OWN | set(PPOConfig.__struct_fields__)) - {"steps"})
+KINDS: Mapping[str, Any] = {
+    field.name: field.type
+    for record in (PPOConfig, PPOSettings)
+    for field in msgspec.structs.fields(record)
+    if field.name not in ("ppo", "steps")
+}
+"""The settings with their types."""
 
 
 def refuse_unknown(given: Iterable[str]) -> None:
     """Raises TypeError for a keyword that is no setting, with those that are."""
-    unknown = sorted(set(given) - set(_KNOWN))
+    unknown = sorted(set(given) - set(KINDS))
     if unknown:
-        raise TypeError(f"PPOTrainer has no setting {unknown[0]!r}; it has {', '.join(_KNOWN)}")
+        raise TypeError(f"PPOTrainer has no setting {unknown[0]!r}; it has {', '.join(sorted(KINDS))}")
 
 
 def settings_of(defaults: ControlDefaults, batch: int | None, given: Mapping[str, Any]) -> PPOSettings:

@@ -7,7 +7,6 @@ with RLTrainer("smollm2-135m-instruct", reward_func=right, group_size=8) as trai
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -16,8 +15,10 @@ import numpy as np
 import tinker
 from tinker import types
 
+from gradserve.algorithms import critic
 from gradserve.algorithms.collect import Collector, Group, Sampling
-from gradserve.algorithms.datums import datum, scored
+from gradserve.algorithms.critic import CriticConfig
+from gradserve.algorithms.datums import datum, grad_norm, scored
 from gradserve.algorithms.policy_batch import Floats, PolicyBatch, episode_mask
 from gradserve.algorithms.rl_variants import VARIANTS
 from gradserve.algorithms.rollouts.advantages import is_informative, soft_overlong_penalty
@@ -26,6 +27,7 @@ from gradserve.algorithms.rollouts.producer import RolloutProducer
 from gradserve.algorithms.rollouts.store import RolloutStore
 from gradserve.algorithms.schedules import Schedule
 from gradserve.algorithms.trainer import Answer, Batch, Metrics, Trainer
+from gradserve.client.full import create_lora_training_client
 from gradserve.data.dataset import Dataset
 from gradserve.episodes.chat import ChatTemplate
 from gradserve.episodes.environment import SingleTurn, environment_of
@@ -99,7 +101,7 @@ class RLTrainer(Trainer):
         super().__init__(model, rank=rank, learning_rate=learning_rate, **settings)
         if algorithm not in VARIANTS:
             raise ValueError(f"algorithm is {algorithm!r}: give one of {', '.join(VARIANTS)}")
-        if group_size < 2:
+        if group_size < (1 if VARIANTS[algorithm].critic else 2):
             raise ValueError(f"group_size is {group_size}: an answer is compared with the others, give at least 2")
         if importance_correction not in CORRECTIONS:
             raise ValueError(
@@ -109,11 +111,14 @@ class RLTrainer(Trainer):
             raise ValueError("max_off_policy_steps is at least 0, eval_samples and max_tokens at least 1")
         self.algorithm, self.variant = algorithm, VARIANTS[algorithm]
         self._loss_config = {**self.variant.config, **(loss_config or {})}
+        self._critic = CriticConfig.of(self._loss_config) if self.variant.critic else None
         self.group_size = group_size
         self.sampling = Sampling(max_tokens, temperature, top_p, top_k)
         self.eval_samples = eval_samples
         self._eval_sampling = Sampling(max_tokens, temperature if eval_temperature is None else eval_temperature)
         self.kl_coef, self.staleness = kl_coef, max_off_policy_steps
+        if self._critic is not None and importance_correction != "none":
+            raise ValueError("importance_correction is for the group-relative algorithms, not for ppo")
         self._correction, self._cap = importance_correction, importance_cap
         config = dict(env_config or {})
         self._chat, self._system_prompt = bool(config.pop("chat", True)), config.pop("system_prompt", None)
@@ -128,6 +133,8 @@ class RLTrainer(Trainer):
         self._samplers: dict[int, Any] = {}
         self._reference: tinker.SamplingClient | None = None
         self._asked = self._handed = 0
+        self.evaluated: list[Group] = []
+        """The episodes of the latest evaluation, a group for each row."""
 
     def close(self) -> None:
         """Also ends the reward's processes."""
@@ -207,27 +214,47 @@ class RLTrainer(Trainer):
     def _ask(self, items: Sequence[Any], learning_rate: float) -> Answer:
         groups: list[Group] = list(items)
         metrics = rl_metrics.of_groups(groups, version=self._asked)
-        batch = PolicyBatch.of(groups, self.variant, self._most_tokens)
-        answers: list[Any] = []
-        if batch.episodes:
-            metrics |= self._corrected(batch) | self._towards_reference(batch)
-            loss: Any = self.variant.loss
-            answers.append(self.run.forward_backward(batch.data(), loss, self._loss_config or None))
-            answers.append(self.run.optim_step(self._step_params(learning_rate)))
+        update = self._with_critic if self._critic is not None else self._with_groups
+        answer = update(groups, learning_rate)
         self._asked += 1
         self._samplers[self._asked] = self.run.save_weights_and_get_sampling_client()
         self._samplers.pop(self._asked - self.staleness - 2, None)
         self.rollouts.append(self._asked, groups)
+        if answer is None:  # nothing in it teaches anything
+            return lambda: metrics | {"loss": 0.0, "optim/grad_norm": 0.0}
+        return lambda: metrics | answer()
+
+    def _with_groups(self, groups: Sequence[Group], learning_rate: float) -> Answer | None:
+        """Answers against the others of their group."""
+        batch = PolicyBatch.of(groups, self.variant, self._most_tokens)
+        if not batch.episodes:
+            return None
+        metrics = self._corrected(batch)
+        penalties, apart = self._from_reference(batch.episodes)
+        batch.advantages = [value - less for value, less in zip(batch.advantages, penalties, strict=True)]
+        loss: Any = self.variant.loss
+        gradient = self.run.forward_backward(batch.data(), loss, self._loss_config or None)
+        stepped = self.run.optim_step(self._step_params(learning_rate))
 
         def answer() -> Metrics:
-            if not answers:  # no group has anything to teach
-                return metrics | {"loss": 0.0, "optim/grad_norm": 0.0}
-            result, stepped = (future.result() for future in answers)
+            result = gradient.result()
             now = [scored(output) for output in result.loss_fn_outputs]
-            norm = (stepped.metrics or {}).get("grad_norm", math.nan)
-            return metrics | self._moved(batch, now) | {"loss": result.metrics["loss:sum"], "optim/grad_norm": norm}
+            loss = {"loss": result.metrics["loss:sum"], "optim/grad_norm": grad_norm(stepped)}
+            return metrics | apart | self._moved(batch, now) | loss
 
         return answer
+
+    def _with_critic(self, groups: Sequence[Group], learning_rate: float) -> Answer | None:
+        """Tokens against what the value head expected."""
+        assert self._critic is not None
+        episodes = critic.trained_on(groups)
+        if not episodes:
+            return None
+        penalties, apart = self._from_reference(episodes)
+        loss: Any = critic.loss_of(self._critic)
+        gradient = self.run.forward_backward(critic.data_of(episodes, penalties), loss)
+        stepped = self.run.optim_step(self._step_params(learning_rate))
+        return lambda: apart | critic.metrics_of(gradient.result().metrics) | {"optim/grad_norm": grad_norm(stepped)}
 
     def _moved(self, batch: PolicyBatch, now: Sequence[Floats]) -> Metrics:
         """How far the trainer's log-probs ``now`` are from those that were sampled by."""
@@ -247,24 +274,39 @@ class RLTrainer(Trainer):
         now = [np.concatenate([[0.0], scored(output)]) for output in passed.loss_fn_outputs]
         return batch.corrected(now, self._correction, self._cap)
 
-    def _towards_reference(self, batch: PolicyBatch) -> Metrics:
-        """Take kl_coef·(log p - log p_ref) from the advantage of each sampled token: the k1 estimate as a reward."""
+    def _from_reference(self, episodes: Sequence[Episode]) -> tuple[list[Floats], Metrics]:
+        """kl_coef·(log p - log p_ref) [N] of each sampled token, the k1 estimate as a reward; and metrics."""
         if self._reference is None:
-            return {}
-        asked = [
-            self._reference.compute_logprobs(types.ModelInput.from_ints(list(each.tokens))) for each in batch.episodes
-        ]
+            return [np.zeros(len(each.tokens)) for each in episodes], {}
+        asked = [self._reference.compute_logprobs(types.ModelInput.from_ints(list(each.tokens))) for each in episodes]
         references = [np.array([0.0, *future.result()[1:]]) for future in asked]
-        policy = [np.array(each.logprobs) for each in batch.episodes]
-        masks = [episode_mask(each) for each in batch.episodes]
-        for number, (own, reference, mask) in enumerate(zip(policy, references, masks, strict=True)):
-            batch.advantages[number] = batch.advantages[number] - self.kl_coef * (own - reference) * mask
-        return rl_metrics.of_kl(policy, references, masks)
+        policy = [np.array(each.logprobs) for each in episodes]
+        masks = [episode_mask(each) for each in episodes]
+        penalties = [
+            self.kl_coef * (own - reference) * mask
+            for own, reference, mask in zip(policy, references, masks, strict=True)
+        ]
+        return penalties, rl_metrics.of_kl(policy, references, masks)
+
+    def _new_run(self) -> tinker.TrainingClient:
+        if self._critic is None:
+            return super()._new_run()
+        made: tinker.TrainingClient = create_lora_training_client(
+            self.service,
+            self.base_model,
+            self.rank,
+            self.seed,
+            train_mlp=self._targets["train_mlp"],
+            train_attn=self._targets["train_attn"],
+            train_unembed=self._targets["train_unembed"],
+            value_head=True,
+        ).result()
+        return made
 
     def _evaluate(self, rows: Sequence[Mapping[str, Any]]) -> Metrics:
         """``eval_samples`` episodes of each row, always with the same random numbers."""
         sampler = self._samplers[self.step].result()
-        groups = self._collector.groups(
+        groups = self.evaluated = self._collector.groups(
             sampler, rows, self.eval_samples, self._eval_sampling, self.step, _EVALUATION_SEED
         )
         found = [(number, each) for number, group in enumerate(groups) for each in group if each.failure is None]

@@ -7,6 +7,7 @@ gspo     Zheng et al. 2025, arXiv:2507.18071: ratios of whole sequences
 cispo    MiniMax 2025, arXiv:2506.13585: clipped ratios as weights, every token keeps its gradient; mean over tokens
 dapo     Yu et al. 2025, arXiv:2503.14476: a wider clip above, mean over the batch's tokens, groups that are all
          right or all wrong are sampled again, a penalty on answers near the token limit
+ppo      Schulman et al. 2017, arXiv:1707.06347, with a value head, see critic; needs a gradserve server
 reinforce  the plain policy gradient, importance-sampled, with the group's mean as baseline
 """
 
@@ -27,6 +28,7 @@ class Variant:
     config: Mapping[str, float] = field(default_factory=dict)
     dynamic_sampling: bool = False
     overlong_penalty: bool = False
+    critic: bool = False
 
 
 def _clip(low: float, high: float) -> dict[str, float]:
@@ -40,5 +42,6 @@ VARIANTS: Mapping[str, Variant] = {
     "gspo": Variant("grpo", "sequence", "gspo", _clip(3e-4, 4e-4)),
     "cispo": Variant("grpo", "token", "cispo"),
     "dapo": Variant("grpo", "token", "ppo", _clip(0.2, 0.28), dynamic_sampling=True, overlong_penalty=True),
+    "ppo": Variant("dr_grpo", "token", "ppo", critic=True),
     "reinforce": Variant("dr_grpo", "token", "importance_sampling"),
 }

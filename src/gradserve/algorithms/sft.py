@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from gradserve.algorithms.datums import datum, scored
+from gradserve.algorithms.datums import datum, grad_norm, scored
 from gradserve.algorithms.schedules import Schedule
 from gradserve.algorithms.trainer import Answer, Metrics, Trainer
 from gradserve.data.errors import DataError
@@ -100,7 +100,7 @@ class SFTTrainer(Trainer):
             loss = gradient.result().metrics["loss:sum"]
             return {
                 "loss": loss,
-                "optim/grad_norm": (stepped.result().metrics or {}).get("grad_norm", float("nan")),
+                "optim/grad_norm": grad_norm(stepped),
                 "data/rows": len(items),
                 "data/tokens": sum(len(part.tokens) for part in parts),
                 "data/trained_tokens": total,

@@ -25,6 +25,7 @@ from gradserve.algorithms.log_folder import LogFolder, Saved
 from gradserve.algorithms.progress import progress_line
 from gradserve.algorithms.schedules import Schedule, value_at
 from gradserve.algorithms.stopping import Budget, EarlyStop
+from gradserve.algorithms.tasks.manifest import manifest_of
 from gradserve.client.connect import connect
 from gradserve.data.dataset import Dataset
 from gradserve.tracking.tracker import Tracker
@@ -87,6 +88,12 @@ class Trainer(abc.ABC):
     """Metrics for the progress line, with their labels."""
     ahead: ClassVar[int] = 1
     """Steps that are asked for before the oldest one's answer is there."""
+    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *arguments: Any, **keywords: Any) -> Self:
+        made = super().__new__(cls)
+        made._made_with = (arguments, keywords)  # here, where a subclass's own are seen too: for the manifest
+        return made
 
     def __init__(
         self,
@@ -94,6 +101,9 @@ class Trainer(abc.ABC):
         *,
         rank: int,
         learning_rate: Schedule,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
         beta1: float = 0.9,
         beta2: float = 0.95,
         eps: float = 1e-8,
@@ -106,6 +116,7 @@ class Trainer(abc.ABC):
     ) -> None:
         value_at(learning_rate, 0.0)
         self.base_model, self.rank, self.seed = model, rank, seed
+        self._targets = {"train_mlp": train_mlp, "train_attn": train_attn, "train_unembed": train_unembed}
         self._learning_rate = learning_rate
         self._adam = {
             "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "grad_clip_norm": grad_clip_norm
@@ -212,6 +223,7 @@ class Trainer(abc.ABC):
         Raises ValueError for arguments that do not fit, DataError and BadRow for data, Diverged when the loss or the
         gradient is not finite; tinker's errors for what the service refuses.
         """
+        told = {name: value for name, value in locals().items() if name != "self"}
         if epochs < 1 or batch_size < 1:
             raise ValueError(f"epochs is {epochs} and batch_size is {batch_size}: give at least 1 of each")
         for name, every in (("eval_every", eval_every), ("checkpoint_every", checkpoint_every)):
@@ -234,6 +246,7 @@ class Trainer(abc.ABC):
         )
         with self._tracked(folder, saved, resume is not False):
             self._open(saved)
+            folder.write_manifest(manifest_of(self, self._made_with, told))
             loop.number = self.step
             self._begin()
             try:
@@ -281,7 +294,7 @@ class Trainer(abc.ABC):
         """What a tracker shows of the settings."""
         rate = self._learning_rate if isinstance(self._learning_rate, float | int | str) else "a function"
         return {"trainer": self.kind, "model": self.base_model, "rank": self.rank, "seed": self.seed,
-                "learning_rate": rate, **self._adam}  # fmt: skip
+                "learning_rate": rate, **self._targets, **self._adam}  # fmt: skip
 
     def _open(self, saved: Saved | None) -> None:
         """Make the run, or take up the checkpoint."""
@@ -296,7 +309,12 @@ class Trainer(abc.ABC):
 
     def _new_run(self) -> tinker.TrainingClient:
         return self.service.create_lora_training_client(
-            base_model=self.base_model, rank=self.rank, seed=self.seed
+            self.base_model,
+            self.rank,
+            self.seed,
+            train_mlp=self._targets["train_mlp"],
+            train_attn=self._targets["train_attn"],
+            train_unembed=self._targets["train_unembed"],
         ).result()
 
     def _save(self, folder: LogFolder, batch: Batch | None, dataset: Dataset, state: Mapping[str, Any]) -> str:
@@ -358,7 +376,7 @@ class _Loop:
         self._evaluated_at: int | None = None
         self._saved_at: int | None = None
         self._path = ""
-        self._began = time.monotonic()
+        self._began = self._settled_at = time.monotonic()
 
     def run(self, batch_size: int, epochs: int, resumed: Saved | None) -> Fitted:
         """See Trainer.fit."""
@@ -429,7 +447,10 @@ class _Loop:
             metrics = answer()
             self.trainer.step = step
             self._last = batch
-            self._note(step, batch, metrics | {"optim/lr": rate, "time/data_loading": batch.loading_s})
+            now = time.monotonic()
+            times = {"time/data_loading": batch.loading_s, "time/step": now - self._settled_at}
+            self._settled_at = now
+            self._note(step, batch, metrics | {"optim/lr": rate} | times)
             self._tell(Event("step", step, batch.epoch, self.history[-1], self.trainer))
             if self.stopped is None:
                 self.stopped = self.budget.spent(step, self._began, self.trainer._bill_usd)
@@ -457,6 +478,7 @@ class _Loop:
         self.evaluations.append({"step": step, "epoch": self._epoch, **metrics})
         self._log(step, metrics)
         self._tell(Event("evaluation", step, self._epoch, metrics, self.trainer))
+        self._settled_at = time.monotonic()
         stop = self.early_stop
         if stop is not None and stop.after(metrics) and self.stopped is None:
             self.stopped = f"{stop.metric} has not become better for {stop.patience} evaluations"

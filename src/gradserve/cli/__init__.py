@@ -12,6 +12,9 @@ import gradserve
 
 _COMMANDS = {
     "serve": "Start a server on this machine.",
+    "init": "Write a small project to train: a task file, data, a reward.",
+    "train": "Train what a task file says; see gradserve init.",
+    "advise": "Explain a task file's numbers, and warn of what will go wrong.",
     "quickstart": "Teach a small language model a task by RL, end to end.",
     "runs": "List runs: steps, tokens, cost.",
     "run": "Show one run: its state, checkpoints and bill.",

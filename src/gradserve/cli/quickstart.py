@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     import tinker
     from rich.console import Console
 
-    from gradserve.algorithms.addition import Addition
-    from gradserve.algorithms.grpo import Answer, GRPOConfig
+    from gradserve.algorithms.collect import Group
+    from gradserve.algorithms.rl import RLTrainer
+    from gradserve.algorithms.trainer import Event
 
 MODEL = "smollm2-135m-instruct"
 RANK = 16
@@ -40,7 +41,6 @@ def quickstart(steps: int, seed: int, plot: Path) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from rich.console import Console
 
-    from gradserve.algorithms.grpo import GRPOConfig
     from gradserve.client.connect import connect
     from gradserve.client.embedded import ServerDidNotStart
 
@@ -52,7 +52,7 @@ def quickstart(steps: int, seed: int, plot: Path) -> None:
         except ServerDidNotStart as error:
             raise click.ClickException(str(error)) from error
     with service:
-        _teach(console, service, GRPOConfig(steps=steps, seed=seed), plot)
+        _teach(console, service, steps, seed, plot)
 
 
 def _need(*packages: str) -> None:
@@ -64,59 +64,75 @@ def _need(*packages: str) -> None:
         )
 
 
-def _teach(console: Console, service: tinker.ServiceClient, config: GRPOConfig, plot: Path) -> None:
-    from gradserve.algorithms.addition import problems
+def _teach(console: Console, service: tinker.ServiceClient, steps: int, seed: int, plot: Path) -> None:
+    from gradserve.algorithms.addition import problems, reward
+    from gradserve.algorithms.rl import RLTrainer
 
-    train, held_out = problems()
-    run = service.create_lora_training_client(
-        base_model=MODEL, rank=RANK, seed=config.seed, train_unembed=False
-    ).result()
-    tokenizer = run.get_tokenizer()
-    console.print(f"run [bold]{run.model_id}[/] · LoRA rank {RANK} on {MODEL}")
+    train, held_out = ([problem.row for problem in part] for part in problems())
+    trainer = RLTrainer(
+        MODEL, reward, {"chat": False}, algorithm="reinforce", group_size=8, max_tokens=16, rank=RANK,
+        learning_rate=5e-4, train_unembed=False, eval_samples=2, seed=seed, service=service,
+    )  # fmt: skip
     console.print(
-        f"task: “{held_out[0].question}” · reward 1 for the right sum and nothing after it, 0.5 if more follows, else 0"
+        f"task: “{held_out[0]['question']}” · reward 1 for the right sum and nothing after it, "
+        "0.5 if more follows, else 0"
     )
-    before = _examine(run, tokenizer, held_out, config)
-    rewards = _train(console, service, run, tokenizer, train, config)
-    after = _examine(run, tokenizer, held_out, config)
+    examined: list[list[Group]] = []
+    rewards: list[float] = []
+    with trainer, _Progress(console, service, trainer, steps, rewards) as progress:
+
+        def told(event: Event) -> None:
+            if event.kind == "evaluation":
+                if not examined:
+                    console.print(f"run [bold]{trainer.run.model_id}[/] · LoRA rank {RANK} on {MODEL}")
+                examined.append(trainer.evaluated)
+            elif event.kind == "step":
+                progress.step(event)
+
+        trainer.fit(train, held_out, epochs=steps, batch_size=8, max_steps=steps, eval_every=steps, callbacks=[told])
+    before, after = examined[0], examined[-1]
     _report(console, before, after, rewards)
     _draw(rewards, _mean(before), _mean(after), plot)
-    _where(console, service, run, plot)
+    _where(console, service, trainer.run, plot, trainer.log_dir)
 
 
-def _examine(run: tinker.TrainingClient, tokenizer: Any, problems: list[Addition], config: GRPOConfig) -> list[Answer]:
-    """Two answers to each held-out problem, at temperature 1, with the same random numbers each time."""
-    from gradserve.algorithms.grpo import rollout
+class _Progress:
+    """A bar at a terminal, a line for each step elsewhere."""
 
-    sampler = run.save_weights_and_get_sampling_client().result()
-    groups = rollout(sampler, tokenizer, problems, 2, config, seed=123)
-    return [answer for group in groups for answer in group]
+    def __init__(
+        self, console: Console, service: tinker.ServiceClient, trainer: RLTrainer, steps: int, rewards: list[float]
+    ) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+        columns = (TextColumn("training"), BarColumn(bar_width=20), MofNCompleteColumn(),
+                   TextColumn("{task.fields[told]}"), TimeElapsedColumn())  # fmt: skip
+        self._console, self._service, self._trainer, self._steps = console, service, trainer, steps
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._bar = self._progress.add_task("training", total=steps, told="")
+        self._rewards = rewards
+        self._tokens = 0
+        self._began: float | None = None
 
-def _train(
-    console: Console, service: tinker.ServiceClient, run: tinker.TrainingClient, tokenizer: Any,
-    problems: list[Addition], config: GRPOConfig,
-) -> list[float]:  # fmt: skip
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    def __enter__(self) -> _Progress:
+        self._progress.start()
+        return self
 
-    from gradserve.algorithms import grpo
+    def __exit__(self, *failure: object) -> None:
+        self._progress.stop()
 
-    told_column = TextColumn("{task.fields[told]}")
-    columns = (TextColumn("training"), BarColumn(bar_width=20), MofNCompleteColumn(), told_column, TimeElapsedColumn())
-    rewards: list[float] = []
-    tokens, started = 0, time.monotonic()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("training", total=config.steps, told="")
-        for step in grpo.train(run, tokenizer, problems, config):
-            rewards.append(step.reward)
-            tokens += step.trained_tokens + step.sampled_tokens
-            speed = tokens / (time.monotonic() - started)
-            told = f"reward {step.reward:.2f} · {speed:,.0f} tokens/s · ${float(_bill(service, run)['amount_usd']):.4f}"
-            progress.update(bar, advance=1, told=told)
-            if not console.is_terminal:
-                console.print(f"step {step.number + 1}/{config.steps} · {told}")
-    console.print(f"trained for {time.monotonic() - started:.0f} s")
-    return rewards
+    def step(self, event: Event) -> None:
+        """One more is done."""
+        self._began = self._began or time.monotonic() - event.metrics["time/step"]
+        self._rewards.append(event.metrics["reward/mean"])
+        self._tokens += int(event.metrics["episode/tokens"])
+        seconds = time.monotonic() - self._began
+        amount = float(_bill(self._service, self._trainer.run)["amount_usd"])
+        told = f"reward {self._rewards[-1]:.2f} · {self._tokens / seconds:,.0f} tokens/s · ${amount:.4f}"
+        self._progress.update(self._bar, advance=1, told=told)
+        if not self._console.is_terminal:
+            self._console.print(f"step {event.step}/{self._steps} · {told}")
+        if event.step == self._steps:
+            self._console.print(f"trained for {seconds:.0f} s")
 
 
 def _bill(service: tinker.ServiceClient, run: tinker.TrainingClient) -> dict[str, Any]:
@@ -136,20 +152,22 @@ def _server(service: tinker.ServiceClient) -> tuple[str, str]:
     return os.environ["GRADSERVE_URL"], os.environ.get("TINKER_API_KEY", LOCAL_KEY)
 
 
-def _mean(answers: list[Answer]) -> float:
-    return sum(answer.reward for answer in answers) / len(answers)
+def _mean(groups: list[Group]) -> float:
+    rewards = [episode.reward or 0.0 for group in groups for episode in group if episode.failure is None]
+    return sum(rewards) / len(rewards)
 
 
-def _report(console: Console, before: list[Answer], after: list[Answer], rewards: list[float]) -> None:
+def _report(console: Console, before: list[Group], after: list[Group], rewards: list[float]) -> None:
     from rich.table import Table
     from rich.text import Text
 
     table = Table("held-out question", "before", "after", title="Sample answers", title_justify="left")
-    for old, new in list(zip(before, after, strict=True))[: 2 * _SHOWN : 2]:
-        question = getattr(old.problem, "question", "")
-        table.add_row(
-            question, *(Text(f"{' '.join(answer.text.split())}  ({answer.reward:g})") for answer in (old, new))
-        )
+    for old, new in list(zip(before, after, strict=True))[:_SHOWN]:
+        answers = [
+            Text(f"{' '.join(episode.messages[-1]['content'].split())}  ({episode.reward or 0:g})")
+            for episode in (old[0], new[0])
+        ]
+        table.add_row(old[0].row["question"], *answers)
     console.print(table)
     span = max(1, min(3, len(rewards) // 2))
     first, last = sum(rewards[:span]) / span, sum(rewards[-span:]) / span
@@ -178,7 +196,9 @@ def _draw(rewards: list[float], before: float, after: float, file: Path) -> None
     pyplot.close(figure)
 
 
-def _where(console: Console, service: tinker.ServiceClient, run: tinker.TrainingClient, plot: Path) -> None:
+def _where(
+    console: Console, service: tinker.ServiceClient, run: tinker.TrainingClient, plot: Path, log_dir: Path
+) -> None:
     from gradserve.client.connect import EmbeddedServiceClient
 
     path = run.save_state("quickstart").result().path
@@ -192,6 +212,7 @@ def _where(console: Console, service: tinker.ServiceClient, run: tinker.Training
     console.print(f"checkpoint: {path}")
     if isinstance(service, EmbeddedServiceClient):
         console.print(f"            {_folder(path)}")
+    console.print(f"every answer: gradserve rollouts {log_dir}")
     console.print(f"look again: gradserve runs · gradserve run {run.model_id}")
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import time
 from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from gradserve.data.errors import DataError
@@ -42,6 +44,7 @@ class Dataset:
         max_length: int | None = None,
         skip_bad_rows: bool = False,
         prefetch: int = 64,
+        cache: str | os.PathLike[str] | None = None,
     ) -> None:
         """``source``: a path, folder, glob, fsspec URL, list of dicts, HF dataset, or function that makes an iterable.
 
@@ -49,14 +52,18 @@ class Dataset:
         else the data has. dedup: True for equal rows, or names of columns to compare; the first one stays, and a split
         goes by these columns too. A shuffle is of all rows, which are first copied to a temporary file unless they are
         in memory already, or of a buffer of ``shuffle_buffer`` rows. length: a row's, in your unit; both bounds are
-        included. prefetch: rows that a thread reads ahead; 0 for none.
+        included. prefetch: rows that a thread reads ahead; 0 for none. cache: a folder on
+        this disk for copies of remote files, which are fetched again only when they have changed.
         """
+        self.told = {name: value for name, value in locals().items() if name != "self"}
+        """The keywords of this call, for a manifest."""
         if prefetch < 0:
             raise DataError("prefetch is a number of rows, or 0 for none")
         cut = Split.parse(split)
         columns = dedup if isinstance(dedup, bool) else ((dedup,) if isinstance(dedup, str) else tuple(dedup))
+        folder = None if cache is None else Path(cache).expanduser()
         selection = Selection(cut, columns, length, min_length, max_length, skip_bad_rows)
-        self._plan = Plan(resolve(source, format, cut.part), selection, shuffle_seed, shuffle_buffer)
+        self._plan = Plan(resolve(source, format, cut.part, folder), selection, shuffle_seed, shuffle_buffer)
         self._prefetch = prefetch
         self._shard = Shard()
         self._epoch = self._taken = 0

@@ -7,8 +7,9 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
+from gradserve.data.cache import fetched
 from gradserve.data.errors import DataError
 
 FORMATS = {
@@ -38,12 +39,15 @@ class File:
     open: Callable[[], BinaryIO]
 
 
-def find(source: str | os.PathLike[str], format: str | None = None) -> list[File]:
-    """At least one file; DataError if there is none. A folder gives all files in it that have a known suffix."""
+def find(source: str | os.PathLike[str], format: str | None = None, cache: Path | None = None) -> list[File]:
+    """At least one file; DataError if there is none. A folder gives all files in it that have a known suffix.
+
+    ``cache`` is a folder for copies of remote files.
+    """
     if format is not None and format not in FORMATS.values():
         raise DataError(f"there is no format {format!r}; choose one of {', '.join(sorted(set(FORMATS.values())))}")
     text = os.fspath(source)
-    files = _remote(text, format) if "://" in text else _local(text, format)
+    files = _remote(text, format, cache) if "://" in text else _local(text, format)
     if not files:
         raise DataError(f"{text} names no file that can be read; known are {', '.join(FORMATS)}, or give format=")
     return files
@@ -67,7 +71,7 @@ def _opener(name: str) -> Callable[[], BinaryIO]:
     return lambda: open(name, "rb")
 
 
-def _remote(url: str, format: str | None) -> list[File]:
+def _remote(url: str, format: str | None, cache: Path | None) -> list[File]:
     try:
         import fsspec
     except ImportError as error:
@@ -79,7 +83,7 @@ def _remote(url: str, format: str | None) -> list[File]:
         else:
             names = sorted(fs.glob(path)) if glob.has_magic(path) else [path]
         return [
-            _file(fs.unstrip_protocol(name), int(fs.size(name)), format, _remote_opener(fs.open, name))
+            _file(fs.unstrip_protocol(name), int(fs.size(name)), format, _remote_opener(fs, name, cache))
             for name in names
         ]
     except (OSError, ImportError, ValueError) as error:
@@ -88,8 +92,10 @@ def _remote(url: str, format: str | None) -> list[File]:
         raise DataError(f"{url} can't be read: {type(error).__name__}: {error}") from error
 
 
-def _remote_opener(open_: Callable[[str, str], object], name: str) -> Callable[[], BinaryIO]:
-    return lambda: cast(BinaryIO, open_(name, "rb"))
+def _remote_opener(fs: Any, name: str, cache: Path | None) -> Callable[[], BinaryIO]:
+    if cache is None:
+        return lambda: cast(BinaryIO, fs.open(name, "rb"))
+    return lambda: open(fetched(fs, name, cache), "rb")
 
 
 def _readable(names: Iterable[str], format: str | None) -> list[str]:

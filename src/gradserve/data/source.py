@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from gradserve.data.errors import BadRow, DataError
@@ -29,18 +29,18 @@ class Source:
     """The row of that number (from 0), where that costs no reading of the others."""
 
 
-def resolve(source: Any, format: str | None = None, part: str = "") -> Source:
+def resolve(source: Any, format: str | None = None, part: str = "", cache: Path | None = None) -> Source:
     """``part`` picks from a mapping of names to sources, or from files that are named so; "train" is all of the rest.
 
     ``source``: a path, folder, glob or URL; a list of rows or a HF dataset; a function that makes an iterable of rows;
     an iterable that can be begun again.
     """
     if isinstance(source, str | os.PathLike):
-        return _of_files(_part_of(find(source, format), part))
+        return _of_files(_part_of(find(source, format, cache), part))
     if format is not None:
         raise DataError("format= is for files; this source has rows already")
     if isinstance(source, Mapping):
-        return resolve(_member(source, part))
+        return resolve(_member(source, part), cache=cache)
     if part not in ("", "train"):
         raise DataError(f"this source has no part {part!r}; all of it is 'train', and split='[90%:]' cuts it")
     if isinstance(source, Sequence) or (hasattr(source, "__len__") and hasattr(source, "__getitem__")):

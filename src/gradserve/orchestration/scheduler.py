@@ -1,7 +1,7 @@
-"""The loop: claim Ops from the store, lower them, dispatch their Tasks, settle what comes out.
+"""The loop: claim Ops from the store, let each be computed in its turn, write what comes out.
 
-Parts: lanes (order within a run), lower (Op to Program), execution (a Program's steps), dispatch (Tasks to workers),
-settle (outcomes to one transaction), janitor (what nobody needs any more). Only this file knows them all.
+Parts: lanes (order within a run), endings (one Op: lower it to a Program, execute, settle), dispatch (Tasks to
+workers), janitor (what nobody needs any more). Only this file knows them all.
 
 Invariant: a run's state in memory is what its committed settlements give, plus those on their way to the store in
 the same order. So the next Op may start while the last one is being committed, and a crash in between only means
@@ -23,38 +23,34 @@ from gradserve.compute.catalog import Catalog
 from gradserve.compute.checkpoints import CheckpointFolders
 from gradserve.compute.executor import Executor, WorkerLost
 from gradserve.compute.objects import ObjectCorrupt, ObjectMissing, ObjectStore
-from gradserve.compute.tasks import CheckTask, Done, Failed, Outcome, Task
+from gradserve.compute.tasks import CheckTask, Task
 from gradserve.orchestration.alarms import Alarms
 from gradserve.orchestration.archiver import Archiver
 from gradserve.orchestration.database_copier import DatabaseCopier
-from gradserve.orchestration.dispatch import AttemptsExhausted, Dispatcher, TaskCancelled
+from gradserve.orchestration.dispatch import Dispatcher
+from gradserve.orchestration.endings import Endings, failure_in
 from gradserve.orchestration.execution import Execution
 from gradserve.orchestration.folders import rebuild_missing
 from gradserve.orchestration.held import Held
 from gradserve.orchestration.janitor import Janitor
 from gradserve.orchestration.lanes import Lane
-from gradserve.orchestration.lower import lower, sample_task_id
+from gradserve.orchestration.lower import sample_task_id
 from gradserve.orchestration.manifest import Manifests
 from gradserve.orchestration.mending import Mending
 from gradserve.orchestration.program import Compute, Program
-from gradserve.orchestration.recovery import Recovery, arrays_of, lost, missing, write_folder
+from gradserve.orchestration.recovery import Recovery, arrays_of
 from gradserve.orchestration.replay import Replay
 from gradserve.orchestration.same_base import SameBase
 from gradserve.orchestration.settle import (
-    Context,
     after,
     cancelled,
-    problem_of,
     refusal,
-    settle_done,
     settle_failed,
-    weights_corrupt,
 )
 from gradserve.orchestration.snapshots import Snapshots
 from gradserve.orchestration.streams import TokenStream
 from gradserve.settings import Settings
 from gradserve.store.base import (
-    Checkpoint,
     Event,
     Fenced,
     Op,
@@ -63,9 +59,9 @@ from gradserve.store.base import (
     Store,
     StoreError,
 )
-from gradserve.store.wakeups import Ask, CheckGraph, MakeWhole, NameVersion, Role, Rollback, Wakeups
-from gradserve.wire.errors import Conflict, Problem, ServerError, UserError
-from gradserve.wire.ops import STEPS, LoadWeights, OpBody, Sample, SaveWeights, decode_body
+from gradserve.store.wakeups import Ask, CheckGraph, MakeWhole, NameVersion, Rollback, Wakeups
+from gradserve.wire.errors import Conflict, ServerError, UserError
+from gradserve.wire.ops import STEPS
 
 log = logging.getLogger(__name__)
 
@@ -109,10 +105,13 @@ class Scheduler:
         self._execution = Execution(self._dispatcher, objects, self._held)
         self.alarms = Alarms(store)
         self._same_base = SameBase(store, catalog)
-        manifests = self._manifests = Manifests(store, catalog, settings)
+        manifests = Manifests(store, catalog, settings)
         replay = Replay(store, objects, self._execution.run, settings)
-        self._mending = Mending(store, objects, folders, replay, self._held)
-        self._recovery = Recovery(store, objects, folders, replay, manifests, self._mending, self._held)
+        mending = self._mending = Mending(store, objects, folders, replay, self._held)
+        self._recovery = Recovery(store, objects, folders, replay, manifests, mending, self._held)
+        self._endings = Endings(
+            store, objects, folders, self._execution, self._recovery, mending, manifests, self._same_base, settings
+        )
         self._snapshots = Snapshots(store, objects, manifests, settings, self.alarms, self._held)
         self._archiver = self._new_archiver()
         self._janitor = Janitor(store, objects, folders, settings, self.in_use, self._hot, self._archiver)
@@ -271,7 +270,7 @@ class Scheduler:
     async def _run_op(self, op: Op, lane: Lane | None) -> None:
         held: list[str] = []
         try:
-            settlement = await self._settlement(op, lane, held)
+            settlement = await self._endings.of(op, lane, held)
             if lane is not None:
                 run = lane.run = after(lane.run, settlement)
                 lane.end(op.seq)
@@ -351,7 +350,7 @@ class Scheduler:
     async def _check_graph(self, digest: str) -> None:
         program = Program(f"check:{digest}", (Compute(CheckTask(f"check:{digest}/0", digest)),))
         with self._held.during() as held:
-            failed = _failure(await self._execution.run(program, "graphs", held))
+            failed = failure_in(await self._execution.run(program, "graphs", held))
         if failed is not None:
             raise refusal(failed)
 
@@ -394,101 +393,6 @@ class Scheduler:
         detail = f"worker lost ({loss.reason.detail}) during {op.kind}, 0 steps lost, {seconds:.1f} s, not billed"
         await self._store.add_event(Event(time.time(), "worker_lost", detail, op.tenant, op.run_id, op.seq))
 
-    async def _settlement(self, op: Op, lane: Lane | None, held: list[str]) -> Settlement:
-        try:
-            body = decode_body(op.body)
-            outcomes = await self._compute_or_repair(op, body, lane, held)
-            failed = _failure(outcomes)
-            if failed is not None:
-                if failed.traceback:
-                    log.error("task %s failed:\n%s", failed.task_id, failed.traceback)
-                return settle_failed(op, problem_of(failed), time.time())
-            done = [outcome for outcome in outcomes if isinstance(outcome, Done)]
-            # lane.run again: another forward_backward of this run may have ended meanwhile
-            context = await self._context(op, body, lane.run if lane else None)
-            settlement = settle_done(context, done)
-            if settlement.durable is not None and context.run is not None:
-                manifest = await self._manifests.of(after(context.run, settlement), op.seq)
-                version = msgspec.structs.replace(settlement.durable, manifest=manifest)
-                settlement = msgspec.structs.replace(settlement, durable=version)
-            if settlement.checkpoint is not None:
-                await asyncio.to_thread(write_folder, self._folders, settlement.checkpoint)
-            return settlement
-        except (UserError, ServerError) as error:
-            return settle_failed(op, error.problem(), time.time())
-        except TaskCancelled:
-            return settle_failed(op, cancelled(), time.time())
-        except ObjectCorrupt as corrupt:
-            log.error("op %s failed: %s", op.id, corrupt)
-            return settle_failed(op, weights_corrupt(f"object {corrupt.digest} is damaged").problem(), time.time())
-        except AttemptsExhausted as exhausted:
-            return settle_failed(op, _worker_lost(exhausted), time.time())
-        except OSError as error:
-            log.exception("op %s failed", op.id)
-            problem = ServerError("storage.failed", f"The server could not write: {error}.").problem()
-            return settle_failed(op, problem, time.time())
-        except Exception as error:
-            log.exception("op %s failed", op.id)
-            problem = ServerError("server.fault", f"The server failed at this request: {error!r}.").problem()
-            return settle_failed(op, problem, time.time())
-
-    async def _compute_or_repair(self, op: Op, body: OpBody, lane: Lane | None, held: list[str]) -> list[Outcome]:
-        """The outcomes of an Op; if its run's arrays turn out to be damaged they are computed again first, once."""
-        try:
-            outcomes = await self._compute_op(op, body, lane, held)
-            if (failed := _failure(outcomes)) is None or failed.kind != "corrupt":
-                return outcomes
-            if lane is None:
-                assert isinstance(body, Sample)
-                if body.weights is None:
-                    return outcomes
-                await self._recovery.mend_sampled(op, body.weights)
-                return await self._compute_op(op, body, lane, held)
-        except ObjectCorrupt:
-            if lane is None:
-                raise
-            outcomes = []
-        # Not beside other Ops of the run: their gradients may be on their way into the state that is replaced.
-        repaired = len(lane.running) == 1 and await self._recovery.recover(lane)
-        if repaired or not outcomes:
-            return await self._compute_op(op, body, lane, held)
-        return outcomes
-
-    async def _compute_op(self, op: Op, body: OpBody, lane: Lane | None, held: list[str]) -> list[Outcome]:
-        run = lane.run if lane is not None else None
-        if run is not None:
-            await self._same_base.require_of_run(run)
-        elif isinstance(body, Sample):
-            await self._same_base.require_of_sample(op, body)
-        program = lower(op.id, body, run, self._settings.tokens_per_task)
-        if isinstance(body, Sample) and body.weights is not None:
-            await self._recovery.find_sampled(op, body.weights)
-        await self._check_arrays(lane, body, run)
-        return await self._execution.run(program, lane.run.id if lane else op.scope, held)
-
-    async def _check_arrays(self, lane: Lane | None, body: OpBody, run: Run | None) -> None:
-        """Say it when arrays are gone for good, instead of failing in a worker."""
-        if run is not None and not isinstance(body, LoadWeights) and await missing(self._objects, arrays_of(run)):
-            if lane is not None and lane.postponed is not None:
-                raise lane.postponed
-            raise lost(lane.lost if lane is not None and lane.lost else "they are in no store")
-
-    async def _context(self, op: Op, body: OpBody, run: Run | None) -> Context:
-        checkpoint: Checkpoint | None = None
-        size = 0
-        if isinstance(body, SaveWeights) and run is not None and run.weights is not None:
-            checkpoint = await self._store.get_checkpoint(op.tenant, run.id, body.kind, body.name)
-            size = self._objects.size(run.weights)
-            if body.kind == "weights" and run.moments is not None:
-                size += self._objects.size(run.moments)
-        elif isinstance(body, LoadWeights):
-            owner, kind, name = body.path.removeprefix("tinker://").split("/")
-            checkpoint = await self._store.get_checkpoint(op.tenant, owner, kind, name)
-            if checkpoint is not None:
-                moments: tuple[Role, ...] = ("optimizer moments",) if body.optimizer else ()
-                await self._mending.make_whole(MakeWhole.of(checkpoint, op.tenant, "weights", *moments))
-        return Context(op, body, run, self._settings.prices, time.time(), checkpoint, size)
-
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._background.add(task)
@@ -500,10 +404,6 @@ class Scheduler:
             # Neither the loop nor the end of an Op may fail quietly: clients would wait for ever.
             log.critical("the scheduler failed; stopping", exc_info=task.exception())
             self._on_fatal()
-
-
-def _failure(outcomes: list[Outcome]) -> Failed | None:
-    return next((outcome for outcome in outcomes if isinstance(outcome, Failed)), None)
 
 
 def _as_stored(op: Op, end: Settlement) -> Op:
@@ -519,14 +419,3 @@ def _as_stored(op: Op, end: Settlement) -> Op:
         weights=end.weights,
         version=end.version,
     )
-
-
-def _worker_lost(exhausted: AttemptsExhausted) -> Problem:
-    loss = exhausted.__cause__
-    assert isinstance(loss, WorkerLost)
-    code = "compute.out_of_memory" if loss.reason.kind == "out_of_memory" else "compute.worker_lost"
-    return ServerError(
-        code,
-        f"Every worker that tried this request died; the last one {loss.reason.detail}.",
-        fix="If it was out of memory, send shorter or fewer rows.",
-    ).problem()

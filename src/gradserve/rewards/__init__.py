@@ -6,7 +6,7 @@ child      the process that calls it
 process    a handle on one such process
 runner     many samples over several processes, with retries and counts
 check      what ``gradserve reward test`` finds out
-ready/     exact, numeric, math, regex, format_tags, json_schema, length, keyword
+ready/     exact, numeric, math, regex, format_tags, json_schema, length, keyword; reasoning_gym
 """
 
 from gradserve.rewards.contract import Failure, FailureKind, Outcome, Reward, RewardUnusable, Sample
@@ -20,6 +20,8 @@ from gradserve.rewards.ready import (
     length,
     math,
     numeric,
+    reasoning_gym,
+    reasoning_gym_rows,
     regex,
 )
 from gradserve.rewards.runner import RewardCounts, RewardRunner
@@ -42,5 +44,7 @@ __all__ = [
     "length",
     "math",
     "numeric",
+    "reasoning_gym",
+    "reasoning_gym_rows",
     "regex",
 ]

@@ -14,6 +14,7 @@ NAMES: Mapping[str, str] = {
     "data/tokens": "Tokens in this step's batch, prompts included.",
     "data/trained_tokens": "Tokens in this step's batch that have a loss.",
     "data/overlong_skipped": "Rows left out so far because they are longer than the limit.",
+    "time/step": "Seconds from the end of the step before to the end of this one; evaluations are not in it.",
     "time/data_loading": "Seconds that this step waited for rows.",
     "reward/mean": "Mean reward of the episodes that have one.",
     "reward/std": "Standard deviation of the rewards over all episodes.",
@@ -54,6 +55,7 @@ NAMES: Mapping[str, str] = {
     "under the same weights. Far from 0: they compute different policies.",
     "policy/mismatch_max": "Largest absolute difference of the trainer's and the sampler's log-prob of one token.",
     "policy/mismatch_kl": "Estimate (k3) of KL(sampler || trainer) per token, in nats.",
+    "policy/value_error": "Mean squared error of the value head at sampled tokens, against the estimated returns.",
     "policy/explained_variance": "1 - Var(returns - values) / Var(returns). 1: the value head predicts returns; 0: no "
     "better than a constant; negative: worse than that.",
     "eval/loss": "Mean loss per token on the evaluation data.",

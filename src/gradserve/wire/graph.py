@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
@@ -75,6 +75,20 @@ class Input(_Part, frozen=True):
     kind: Literal["input", "parameter", "buffer"]
     dtype: DType
     shape: list[int | str]
+
+    def fits(self, shape: Sequence[int], sizes: dict[str, int]) -> bool:
+        """Whether a tensor of this shape may be given. ``sizes`` remembers, from input to input, what symbols are.
+
+        >>> sizes = {}
+        >>> Input("logprobs", "input", "float32", ["B", "T"]).fits((4, 7), sizes), sizes
+        (True, {'B': 4, 'T': 7})
+        >>> Input("mask", "input", "float32", ["B", "T"]).fits((4, 8), sizes)
+        False
+        """
+        return len(shape) == len(self.shape) and all(
+            (sizes.setdefault(want, size) if isinstance(want, str) else want) == size
+            for want, size in zip(self.shape, shape, strict=True)
+        )
 
 
 class Constant(_Part, frozen=True):

@@ -102,7 +102,7 @@ class EvenlyRoutedLinear(torch.autograd.Function):
 
 
 EVEN_RANK = 8
-"""From this rank on a batched product gives the bits of single ones (measured: MKL, one thread, 1 to 256 rows)."""
+"""From this rank on a batched product gives the bits of single ones (measured: MKL, one thread, 1 to 250 rows)."""
 
 
 def even(segments: list[Segment], factors: list[Tensor]) -> bool:

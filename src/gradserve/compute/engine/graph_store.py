@@ -52,11 +52,7 @@ class BoundedGraph:
         sizes: dict[str, int] = {}
         for given in self.graph.inputs:
             shape = list(values[given.name].shape)
-            fits = len(shape) == len(given.shape) and all(
-                (sizes.setdefault(want, size) if isinstance(want, str) else want) == size
-                for want, size in zip(given.shape, shape, strict=True)
-            )
-            if not fits:
+            if not given.fits(shape, sizes):
                 raise Invalid(
                     "bad_shape",
                     f"{given.name!r} has shape {shape}; the graph {self.graph.name!r} takes {given.shape}.",

@@ -153,11 +153,10 @@ class Modules:
 def policy_of(graph: BoundedGraph) -> Policy:
     """A graph with one input, the observations; what it gives besides ``value`` is the distribution's."""
     (name,) = _one_input(graph)
-    weights_of = [*graph.graph.names("parameter"), *graph.graph.names("buffer")]
     run = graph.executable.run
 
     def act(weights: Mapping[str, Tensor], observations: Tensor) -> Tensors:
-        return run({name: observations, **{given: weights[given] for given in weights_of}})
+        return run({**weights, name: observations})
 
     return act
 

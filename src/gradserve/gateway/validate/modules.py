@@ -96,13 +96,9 @@ def check_arrays(arrays: dict[str, Array], graph: Graph) -> None:
             raise Invalid("input.missing", f"The graph {graph.name!r} needs {field}.", field=field)
         if name not in wanted:
             raise Invalid("input.unknown", f"The graph {graph.name!r} does not read {field}.", field=field)
-        shape, declared = arrays[name].shape, wanted[name].shape
-        fits = len(shape) == len(declared) and all(
-            (sizes.setdefault(want, size) if isinstance(want, str) else want) == size
-            for want, size in zip(declared, shape, strict=True)
-        )
-        if not fits:
-            raise Invalid("input.shape", f"{field} has shape {list(shape)}; the graph takes {declared}.", field=field)
+        shape, given = list(arrays[name].shape), wanted[name]
+        if not given.fits(shape, sizes):
+            raise Invalid("input.shape", f"{field} has shape {shape}; the graph takes {given.shape}.", field=field)
 
 
 def check_policy(graph: Graph) -> None:

@@ -33,6 +33,14 @@ _AHEAD = (
     .where(ops.c.scope == bindparam("key"), ops.c.seq > bindparam("cursor"))
     .order_by(ops.c.seq)
 )
+_NEXT_ENDED = sa.exists().where(
+    ops.c.scope == bindparam("key"), ops.c.seq == bindparam("to") + 1, ops.c.state != "accepted"
+)
+_STEP_CURSOR = (
+    sa.update(runs)
+    .where(*_OWN, runs.c.cursor == bindparam("to") - 1, ~_NEXT_ENDED)
+    .values(cursor=bindparam("to", type_=sa.BigInteger))
+)
 _SET_CURSOR = sa.update(runs).where(runs.c.id == bindparam("key")).values(cursor=bindparam("to"))
 
 
@@ -91,6 +99,9 @@ def advance(connection: Connection, tenant: str, run_id: str, ended_seq: int) ->
 
     Raises IdentityConflict when the run is another tenant's; a run that was never created has no cursor.
     """
+    # Nearly always it is the next one and those after it have not ended: one statement instead of three.
+    if connection.execute(_STEP_CURSOR, {"key": run_id, "owner": tenant, "to": ended_seq}).rowcount == 1:
+        return
     run = connection.execute(_CURSOR, {"key": run_id}).first()
     if run is None:
         return

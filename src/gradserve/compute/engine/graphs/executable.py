@@ -10,10 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from gradserve.compute.engine.graphs.operators import resolve
 from gradserve.wire.errors import GradserveError, Invalid
@@ -51,6 +53,16 @@ class Step:
             return args, self.kwargs
         return args, self.kwargs | {key: build(places) for key, build in self.built_kwargs}
 
+    def take(self) -> Callable[[Places], Sequence[Any]] | None:
+        """What picks the arguments, all at once, where they are nothing but values; else None.
+
+        A policy is run hundreds of times on little data: what Python does between two operators counts.
+        """
+        if len(self.refs) != len(self.args) or not self.args or self.kwargs or self.built_kwargs:
+            return None
+        first, *others = [place for _, place in self.refs]
+        return itemgetter(first, *others) if others else itemgetter(slice(first, first + 1))
+
 
 class Executable:
     """A graph that can be run on ``device``. Making one checks the graph's structure and resolves its operators."""
@@ -67,7 +79,9 @@ class Executable:
         names = [part.name for parts in (graph.inputs, graph.constants, graph.nodes) for part in parts]
         self._place = {name: place for place, name in enumerate(names)}
         self.constants = [constant_tensor(constant, self.device) for constant in graph.constants]
+        self._inputs = [(given, _dtype_or_any(given.dtype), tuple(given.shape)) for given in graph.inputs]
         self.steps = self._steps()
+        self._program = [(step, _direct(step.call), step.take(), step.place, step.frees) for step in self.steps]
         self._outputs = [(output.name, self._place[output.value["ref"]]) for output in graph.outputs]
 
     def run(self, values: dict[str, Tensor], deadline: float | None = None) -> dict[str, Tensor]:
@@ -77,30 +91,35 @@ class Executable:
         values, graph_node where an operator fails, graph_time past the deadline.
         """
         places = self.begin(values)
-        for step in self.steps:
+        for step, call, take, place, frees in self._program:
             if deadline is not None and time.monotonic() > deadline:
                 raise Invalid("graph_time", f"graph {self.graph.name!r} took too long; it stopped at {step.name!r}.")
-            args, kwargs = step.operands(places)
             try:
-                places[step.place] = step.call(*args, **kwargs)
+                if take is not None:
+                    places[place] = call(*take(places))
+                else:
+                    args, kwargs = step.operands(places)
+                    places[place] = call(*args, **kwargs)
             except GradserveError:
                 raise
             except (RuntimeError, TypeError, ValueError, IndexError, ArithmeticError, NotImplementedError) as error:
                 raise failed(step, error) from error
-            for place in step.frees:
-                places[place] = None
+            for unneeded in frees:
+                places[unneeded] = None
         return self.finish(places)
 
     def begin(self, values: dict[str, Tensor], constants: Sequence[Tensor] | None = None) -> Places:
         """Places with the inputs in them, and the constants or what stands for them. Raises Invalid (graph_input)."""
-        places: Places = [None] * len(self._place)
+        places: Places = []
         sizes: dict[str, int] = {}
-        for i, given in enumerate(self.graph.inputs):
-            if given.name not in values:
+        for given, dtype, shape in self._inputs:
+            value = values.get(given.name)
+            if value is None:
                 raise Invalid("graph_input", f"graph {self.graph.name!r} needs the input {given.name!r}.")
-            places[i] = checked(given, values[given.name], sizes)
-        first = len(self.graph.inputs)
-        places[first : first + len(self.constants)] = self.constants if constants is None else constants
+            fits = value.shape == shape and value.dtype is dtype  # most are weights: nothing more to look at
+            places.append(value if fits else checked(given, value, sizes))
+        places += self.constants if constants is None else constants
+        places += [None] * (len(self._place) - len(places))
         return places
 
     def finish(self, places: Places) -> dict[str, Tensor]:
@@ -195,6 +214,15 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+def _direct(call: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator without the frame of Python that torch puts around it."""
+    return call._op if isinstance(call, OpOverload) else call
+
+
+def _dtype_or_any(name: str) -> torch.dtype | None:
+    return None if name == "any" else dtype_of(name)
+
+
 def constant_tensor(constant: Constant, device: torch.device) -> Tensor:
     """The tensor that a constant's bytes hold."""
     dtype = dtype_of(constant.dtype)
@@ -206,10 +234,7 @@ def constant_tensor(constant: Constant, device: torch.device) -> Tensor:
 def checked(given: Input, value: Tensor, sizes: dict[str, int]) -> Tensor:
     """``value``, if it is what ``given`` declares; ``sizes`` remembers what each symbol stood for."""
     fits = given.dtype == "any" or value.dtype == dtype_of(given.dtype)
-    fits = fits and value.ndim == len(given.shape)
-    for expected, size in zip(given.shape, value.shape, strict=False):
-        fits = fits and size == (sizes.setdefault(expected, size) if isinstance(expected, str) else expected)
-    if not fits:
+    if not (fits and given.fits(value.shape, sizes)):
         known = {symbol: size for symbol, size in sizes.items() if symbol in given.shape}
         raise Invalid(
             "graph_input",
