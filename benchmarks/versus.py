@@ -112,7 +112,7 @@ def _tell_when_it_begins(recorder: Recorder) -> None:
         recorder.begin()
         return loop(*given)
 
-    trainer._Loop.run = told  # type: ignore[method-assign]
+    trainer._Loop.run = told  # type: ignore[assignment, method-assign]
 
 
 def run_apart(python: str, script: str, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -158,8 +158,8 @@ def code_lines(script: str) -> int:
     source = (SCRIPTS / f"{script}.py").read_text()
     left_out: set[int] = set()
     for node in ast.walk(ast.parse(source)):
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if isinstance(node, ast.Import | ast.ImportFrom) or is_text:
+        text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node, ast.Import | ast.ImportFrom) or (isinstance(node, ast.Expr) and text):
             left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines = enumerate(source.splitlines(), 1)
     return sum(number not in left_out and bool(line.split("#")[0].strip()) for number, line in lines)

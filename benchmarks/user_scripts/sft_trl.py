@@ -1,5 +1,8 @@
-"""Supervised fine-tuning on conversations by TRL. It can't tell the assistant's turns by SmolLM2's template, so that a user
-has to write one that marks them."""
+"""Supervised fine-tuning on conversations by TRL.
+
+It can't tell the assistant's turns by these models' templates, so that a user has to write one that marks them; and its
+default loss does not take an adapted lm_head.
+"""
 
 from datasets import Dataset
 from peft import LoraConfig
