@@ -1,6 +1,7 @@
-"""SFTTrainer against TRL's: loss by processor seconds, on the same conversations in the same order, the same masks.
+"""SFTTrainer against TRL's: loss by processor seconds, on the same conversations in one order, with the same masks.
 
-    python -m benchmarks.sft_trl --trl-python PYTHON --model tiny=DIR --steps 16 --learning-rate 1e-2 --seeds 0 1 2 --out FILE
+    python -m benchmarks.sft_trl --trl-python PYTHON --model tiny=DIR --steps 16 --learning-rate 1e-2 \
+        --seeds 0 1 2 --out FILE
 
 As rl_trl.py; a step is 8 conversations. The losses of the first step, before any update, have to agree: if they don't,
 the libraries train on different tokens and this ends with an error.

@@ -3,8 +3,8 @@
     python -m benchmarks.trainers --model tiny=DIR --seeds 0 1 2 --out FILE                     # a random model
     python -m benchmarks.trainers --model smollm2-135m=DIR --methods rl-addition --out FILE
 
-The check asks the trained weights themselves, by ``trainer.model`` and the public SDK: it samples and scores, or adds up
-log-probs of held-out rows. A method that misses its aim is named, and the status is then 1.
+The check asks the trained weights themselves, by ``trainer.model`` and the public SDK: it samples and scores, or adds
+up log-probs of held-out rows. A method that misses its aim is named, and the status is then 1.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def code_lines(script: str) -> int:
     left_out: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if isinstance(node, ast.Import | ast.ImportFrom) or (isinstance(node, ast.Expr) and text):
+        if isinstance(node, ast.stmt) and (text or isinstance(node, ast.Import | ast.ImportFrom)):
             left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines = enumerate(source.splitlines(), 1)
     return sum(number not in left_out and bool(line.split("#")[0].strip()) for number, line in lines)
