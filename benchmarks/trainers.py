@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -37,10 +38,12 @@ from .trainer_tasks import Rows, addition_reward, addition_rows, digits_reward, 
 
 MODEL = "the-model"
 RANK = 16
+WORD = " please"
 POLITE = [
-    {"prompt": f"{number}:", "chosen": f" {number} please", "rejected": f" {number} nonsense"} for number in range(60)
+    {"prompt": f"{number}:", "chosen": f" {number}{WORD}", "rejected": f" {number} nonsense"} for number in range(60)
 ]
-PAIRS, HELD_OUT_PAIRS = POLITE[:40], POLITE[40:]
+HELD_OUT_PAIRS = POLITE[::3]
+PAIRS = [row for number, row in enumerate(POLITE) if number % 3]
 TAUGHT = [{"prompt": text, "completion": f" is {text}"} for text in ("one", "the", "user", "and so")]
 
 
@@ -107,14 +110,15 @@ def reinforced(
 
 
 def tuned(service: tinker.ServiceClient, seed: int, folder: Path) -> Found:
-    """SFT on polite completions; log-likelihood per row of held-out ones."""
+    """SFT on polite completions; the probability of their last word after numbers that were never trained on."""
 
     def score(client: tinker.SamplingClient) -> float:
-        return sum(log_likelihood(client, row["prompt"], row["chosen"]) for row in HELD_OUT_PAIRS) / len(HELD_OUT_PAIRS)
+        asked = [(row["prompt"] + row["chosen"].removesuffix(WORD), WORD) for row in HELD_OUT_PAIRS]
+        return sum(math.exp(log_likelihood(client, *each)) for each in asked) / len(asked)
 
     rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS]
-    trainer = SFTTrainer(MODEL, rank=RANK, learning_rate=1e-2, seed=seed, service=service, log_dir=folder)
-    trainer.fit(rows, epochs=4, batch_size=8)
+    trainer = SFTTrainer(MODEL, rank=RANK, learning_rate="linear_1e-2", seed=seed, service=service, log_dir=folder)
+    trainer.fit(rows, epochs=16, batch_size=8)
     return Found(score(base_of(service)), score(trainer.model))
 
 
@@ -207,8 +211,8 @@ METHODS = {
     ),
     "sft": Method(
         tuned,
-        "log-likelihood of unseen completions from below -30 to above -10",
-        lambda found: found.before < -30 and found.after > -10,
+        "probability of the trained word after unseen numbers from under 0.01 to over 0.9",
+        lambda found: found.before < 0.01 and found.after > 0.9,
     ),
     "dpo": Method(preferred, "over 0.95 of unseen pairs moved the right way", lambda found: found.after > 0.95),
     "reward-model": Method(judged, "over 0.9 of unseen pairs ranked right", lambda found: found.after > 0.9),
@@ -218,7 +222,7 @@ METHODS = {
         lambda found: found.after < found.before / 2,
     ),
     "distill-off-policy": Method(
-        distilled("off_policy", 20, {"samples": 2, "top_k": 20}),
+        distilled("off_policy", 20, {"samples": 8, "top_k": 20}),
         "under half of the gap to the teacher",
         lambda found: found.after < found.before / 2,
     ),
