@@ -221,6 +221,7 @@ class DistillTrainer(Trainer):
             Answered(row, tuple(prompt), tuple(found.tokens), tuple(found.logprobs or ()))
             for row, (prompt, future) in enumerate(zip(prompts, asked, strict=True))
             for found in future.result().sequences
+            if found.tokens
         ]
 
     def _teacher_logprobs(self, answers: Sequence[Answered]) -> list[Floats]:
