@@ -8,6 +8,7 @@ The file is for local disks: SQLite's write-ahead log does not work over network
 
 from __future__ import annotations
 
+import functools
 import json
 import sqlite3
 import threading
@@ -127,7 +128,8 @@ class RolloutStore:
         Raises ValueError for a step that is not after the last one, an empty group, a group whose episodes are not
         tries at one row, or values that can't be kept (a row of an unknown type, a reward that is not finite).
         """
-        records = [_group_record(group, self._decode) for group in groups]
+        decode = functools.cache(self._decode) if self._decode else None  # a group has one prompt
+        records = [_group_record(group, decode) for group in groups]
         with self._transaction():
             last = self.last_step()
             if last is not None and step <= last:
