@@ -116,6 +116,10 @@ class PowerCut(Exception):
     pass
 
 
+def untimed(step: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in step.items() if not name.startswith("time/")}
+
+
 def test_a_run_that_is_taken_up_again_sees_every_row_once_and_ends_where_it_would_have(
     service: tinker.ServiceClient, tmp_path: Path
 ) -> None:
@@ -138,10 +142,7 @@ def test_a_run_that_is_taken_up_again_sees_every_row_once_and_ends_where_it_woul
     taken_up = second.fit(NUMBERED, eval_data=CHATS, epochs=3, batch_size=4, checkpoint_every=2, resume=True)
     behind = 4 + 4 + 2 + 4  # rows of the four steps behind the checkpoint: an epoch's last batch has two
     assert first.seen[:behind] + second.seen == whole.seen
-    assert taken_up.history == [
-        {**step, "time/data_loading": again["time/data_loading"]}
-        for step, again in zip(straight.history[4:], taken_up.history, strict=True)
-    ]
+    assert [untimed(step) for step in taken_up.history] == [untimed(step) for step in straight.history[4:]]
     assert taken_up.evaluations == straight.evaluations[-len(taken_up.evaluations) :]
     lines = [json.loads(line) for line in (tmp_path / "cut/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 10)), "each step is logged once"

@@ -46,10 +46,14 @@ class Answered:
 
 @dataclass(frozen=True)
 class Soft:
-    """The teacher's K likeliest tokens at each place of an answer: ``tokens``, ``probabilities`` [M, K], sums 1."""
+    """The teacher's K likeliest tokens at each place of an answer: ``tokens``, ``probabilities`` [M, K] of sum 1.
+
+    ``kept`` [M] is the probability that the teacher gives to all K together.
+    """
 
     tokens: NDArray[np.int64]
     probabilities: Floats
+    kept: Floats
 
 
 class DistillTrainer(Trainer):
@@ -60,8 +64,10 @@ class DistillTrainer(Trainer):
     a token also answers for those after it, as a return: 0 (the default) looks at the token alone.
 
     off_policy: the teacher answers, and the student is trained by cross entropy against the teacher's ``top_k``
-    likeliest tokens at each place, their probabilities renormalised: the forward KL. top_k=0 trains on the sampled
-    tokens alone (Kim and Rush 2016, arXiv:1606.07947).
+    likeliest tokens at each place, their probabilities renormalised: the forward KL to a teacher that gives no others.
+    The metric teacher/top_k_mass says how much of the true one that is; where it is far below 1, the student unlearns
+    the rest, and a larger top_k is needed. top_k=0 trains on the sampled tokens alone (Kim and Rush 2016,
+    arXiv:1606.07947).
 
     Rows have ``prompt`` (a text as it is, or messages) or ``messages``; what is asked for is the next message.
     ``teacher`` is a base model's name or a ``tinker://`` path for sampling, with the student's tokenizer: another one
@@ -151,7 +157,10 @@ class DistillTrainer(Trainer):
             found = gradient.result()
             loss = found.metrics["loss:sum"]
             norm = (stepped.result().metrics or {}).get("grad_norm", float("nan"))
-            forward = {"kl/forward": loss - sum(map(entropy, soft)) / count} if self._top_k else {}
+            forward = {}
+            if self._top_k:
+                kept = float(np.concatenate([targets.kept for targets in soft]).mean())
+                forward = {"kl/forward": loss - sum(map(entropy, soft)) / count, "teacher/top_k_mass": kept}
             return {"loss": loss, **forward, "optim/grad_norm": norm, **self._counts(answers)}
 
         return answer
@@ -212,6 +221,7 @@ class DistillTrainer(Trainer):
             Answered(row, tuple(prompt), tuple(found.tokens), tuple(found.logprobs or ()))
             for row, (prompt, future) in enumerate(zip(prompts, asked, strict=True))
             for found in future.result().sequences
+            if found.tokens
         ]
 
     def _teacher_logprobs(self, answers: Sequence[Answered]) -> list[Floats]:
@@ -224,10 +234,7 @@ class DistillTrainer(Trainer):
 
     def _soft_targets(self, answers: Sequence[Answered]) -> list[Soft]:
         if not self._top_k:
-            ones = [np.ones((len(given.tokens), 1)) for given in answers]
-            return [
-                Soft(np.array(given.tokens, np.int64)[:, None], one) for given, one in zip(answers, ones, strict=True)
-            ]
+            return [certain(given.tokens) for given in answers]
         params = types.SamplingParams(max_tokens=1, temperature=1.0, seed=0)
         futures = [
             self._teacher.sample(given.whole, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=self._top_k)
@@ -275,7 +282,13 @@ def soft_of(places: Iterable[Sequence[tuple[int, float]] | None]) -> Soft:
     tokens = np.array([[token for token, _ in place or ()] for place in found], dtype=np.int64)
     logprobs = np.array([[value for _, value in place or ()] for place in found], dtype=np.float64)
     likely = np.exp(logprobs)
-    return Soft(tokens, likely / likely.sum(1, keepdims=True))
+    kept = likely.sum(1)
+    return Soft(tokens, likely / kept[:, None], kept)
+
+
+def certain(tokens: Sequence[int]) -> Soft:
+    """[M, 1]: the tokens themselves, and no doubt."""
+    return Soft(np.array(tokens, np.int64)[:, None], np.ones((len(tokens), 1)), np.ones(len(tokens)))
 
 
 def soft_datum(given: Answered, targets: Soft, scale: float) -> types.Datum:

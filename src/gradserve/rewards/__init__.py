@@ -6,7 +6,7 @@ child      the process that calls it
 process    a handle on one such process
 runner     many samples over several processes, with retries and counts
 check      what ``gradserve reward test`` finds out
-ready/     exact, numeric, math, regex, format_tags, json_schema, length, keyword; reasoning_gym
+ready/     exact, numeric, math, regex, format_tags, json_schema, length, keyword; reasoning_gym, verifiers
 """
 
 from gradserve.rewards.contract import Failure, FailureKind, Outcome, Reward, RewardUnusable, Sample
@@ -23,6 +23,8 @@ from gradserve.rewards.ready import (
     reasoning_gym,
     reasoning_gym_rows,
     regex,
+    verifiers,
+    verifiers_rows,
 )
 from gradserve.rewards.runner import RewardCounts, RewardRunner
 
@@ -47,4 +49,6 @@ __all__ = [
     "reasoning_gym",
     "reasoning_gym_rows",
     "regex",
+    "verifiers",
+    "verifiers_rows",
 ]

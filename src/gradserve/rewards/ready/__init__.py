@@ -3,6 +3,7 @@
 from gradserve.rewards.ready.answers import exact, final_answer, math, numeric
 from gradserve.rewards.ready.reasoning_gym_adapter import reasoning_gym, reasoning_gym_rows
 from gradserve.rewards.ready.shape import format_tags, json_schema, keyword, length, regex
+from gradserve.rewards.ready.verifiers_adapter import verifiers, verifiers_rows
 
 __all__ = [
     "exact",
@@ -16,4 +17,6 @@ __all__ = [
     "reasoning_gym",
     "reasoning_gym_rows",
     "regex",
+    "verifiers",
+    "verifiers_rows",
 ]
