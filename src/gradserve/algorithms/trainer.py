@@ -57,7 +57,7 @@ Callback = Callable[[Event], Any]
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step trains on. ``position`` is the dataset's after it; ``epoch`` is from 1, ``last`` of the epoch."""
+    """What one step trains on. ``position`` is the dataset's after it, ``epoch`` is from 1."""
 
     items: Sequence[Any]
     epoch: int
