@@ -18,6 +18,7 @@ from gradserve.algorithms.rollouts.store import RolloutStore
 from gradserve.algorithms.trainer import Event
 from gradserve.client import download
 from gradserve.episodes.episode import Episode
+from gradserve.tracking.names import meaning
 from tests.integration.rewards_for_tests import Twice, breaks_on_vowels, digits
 from tests.numerics import reference
 
@@ -124,6 +125,7 @@ def test_rollouts_ahead_are_never_staler_than_allowed(service: tinker.ServiceCli
     stale = [step["policy/staleness_max"] for step in history]
     assert max(stale) <= 2
     assert any(stale), "something was sampled ahead"
+    assert [name for step in history for name in step if name != "step" and meaning(name) is None] == []
     assert all(step["importance/max"] <= 1.5 for step in history if "importance/max" in step)
     with RolloutStore(tmp_path / "rollouts.sqlite", read_only=True) as store:
         trained = [group[0].row["prompt"] for _, groups in store.replay() for group in groups]

@@ -19,6 +19,7 @@ from gradserve.algorithms.trainer import Diverged, Event
 from gradserve.client import download
 from gradserve.data.errors import DataError
 from gradserve.episodes.errors import RowUnusable
+from gradserve.tracking.names import meaning
 from tests.numerics import reference
 
 RANK = 4
@@ -97,6 +98,7 @@ def test_losses_and_gradients_of_conversations_are_those_of_plain_peft(
         assert step["optim/grad_norm"] == pytest.approx(float(norm), rel=1e-3)
         optimizer.step()
     assert history[-1]["loss"] < 0.7 * history[0]["loss"]
+    assert [name for name in history[0] if name != "step" and meaning(name) is None] == []
     assert trainer.evaluate(CHATS)["eval/loss"] == pytest.approx(float(mean_loss(model, rows).detach()), rel=1e-3)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import ArrayLike
 
+from gradserve.algorithms import critic
 from gradserve.episodes.episode import Episode, Turn
 from gradserve.rewards.contract import Failure
 from gradserve.tracking import rl_metrics
@@ -166,6 +167,7 @@ def test_every_metric_has_a_meaning() -> None:
         | rl_metrics.of_ratios(two, two, config, advantages=two)
         | rl_metrics.of_mismatch(two, two)
         | rl_metrics.of_values(two, two)
+        | critic.metrics_of({"loss": 0.0, "value_error": 1.0, "explained_variance": 0.0})
     )
     assert [name for name in found if meaning(name) is None] == []
     prefixes = ("reward/", "episode/", "policy/")
