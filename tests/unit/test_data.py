@@ -7,6 +7,7 @@ import datetime
 import gzip
 import json
 import struct
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -244,6 +245,28 @@ def test_the_nearest_name_says_what_a_file_is_for(
     assert numbers(Dataset(tmp_path, split=split)) == expected
 
 
+_READS_A_COPY = """
+import sys, s3fs
+from gradserve.data import Dataset
+fetched = []
+real = s3fs.S3FileSystem._get_file
+def counted(self, path, *rest, **more):
+    fetched.append(path)
+    return real(self, path, *rest, **more)
+s3fs.S3FileSystem._get_file = counted
+rows = [row["n"] for row in Dataset("s3://copies/a.jsonl", cache=sys.argv[1])]
+print(rows, "fetched", len(fetched))
+"""
+
+
+@pytest.mark.parametrize("source", ["rows.jsonl", ROWS])
+def test_a_cache_where_there_is_nothing_to_copy_is_refused(source: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no URL; leave it out"):
+        Dataset(source, cache=tmp_path)
+    with pytest.raises(DataError, match="give the folder"):
+        Dataset("s3://rows/a.jsonl", cache=True)  # type: ignore[arg-type]
+
+
 def test_copies_of_remote_files_are_fetched_once_and_again_when_the_files_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,10 +295,14 @@ def test_copies_of_remote_files_are_fetched_once_and_again_when_the_files_change
         put([{"n": 3}, {"n": 4}])  # as many bytes
         assert numbers(Dataset("s3://copies/a.jsonl", cache=tmp_path)) == [3, 4]
         assert len(fetched) == 2
-        for copy in tmp_path.iterdir():
-            copy.write_bytes(b"cut")
+        (copy,) = (file for file in tmp_path.iterdir() if file.suffix == "")
+        assert len(list(tmp_path.iterdir())) == 2, "the copy of what was there before is gone"
+        copy.write_bytes(copy.read_bytes().replace(b"3", b"7"))  # as many bytes
         assert numbers(Dataset("s3://copies/a.jsonl", cache=tmp_path)) == [3, 4]
-        assert {len(copy.read_bytes()) for copy in tmp_path.iterdir()} == {3, 18}
+        command = [sys.executable, "-c", _READS_A_COPY, str(tmp_path)]
+        served = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+        assert served == "[3, 4] fetched 0\n", "another process finds the copy"
+        assert len(fetched) == 3
     s3fs.S3FileSystem.clear_instance_cache()
 
 

@@ -61,6 +61,8 @@ class Dataset:
             raise DataError("prefetch is a number of rows, or 0 for none")
         cut = Split.parse(split)
         columns = dedup if isinstance(dedup, bool) else ((dedup,) if isinstance(dedup, str) else tuple(dedup))
+        if isinstance(cache, bool):
+            raise DataError(f"cache is {cache}: give the folder for the copies")
         folder = None if cache is None else Path(cache).expanduser()
         selection = Selection(cut, columns, length, min_length, max_length, skip_bad_rows)
         self._plan = Plan(resolve(source, format, cut.part, folder), selection, shuffle_seed, shuffle_buffer)

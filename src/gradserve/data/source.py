@@ -35,6 +35,9 @@ def resolve(source: Any, format: str | None = None, part: str = "", cache: Path 
     ``source``: a path, folder, glob or URL; a list of rows or a HF dataset; a function that makes an iterable of rows;
     an iterable that can be begun again.
     """
+    remote = isinstance(source, str) and "://" in source
+    if cache is not None and not remote and not isinstance(source, Mapping):
+        raise DataError("cache= is for copies of remote files, and this source is no URL; leave it out")
     if isinstance(source, str | os.PathLike):
         return _of_files(_part_of(find(source, format, cache), part))
     if format is not None:
