@@ -104,15 +104,15 @@ def run_here(script: str, model: str, settings: dict[str, Any]) -> dict[str, Any
 
 
 def _tell_when_it_begins(recorder: Recorder) -> None:
-    from gradserve.algorithms import trainer
+    from gradserve.algorithms.training_loop import TrainingLoop
 
-    loop = trainer._Loop.run
+    loop = TrainingLoop.run
 
     def told(*given: Any) -> Any:
         recorder.begin()
         return loop(*given)
 
-    trainer._Loop.run = told  # type: ignore[assignment, method-assign]
+    TrainingLoop.run = told  # type: ignore[assignment, method-assign]
 
 
 def run_apart(python: str, script: str, model: Path, settings: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from gradserve.algorithms.dpo import DPOTrainer
 from gradserve.algorithms.pairs import pair_of
 from gradserve.algorithms.reward_model import RewardModelTrainer
 from gradserve.algorithms.sft import SFTTrainer
-from gradserve.algorithms.trainer import Event
+from gradserve.algorithms.training_loop import Event
 from gradserve.client import download
 from gradserve.data.errors import DataError
 from tests.numerics import reference
@@ -334,7 +334,8 @@ def test_resumed_equals_undisturbed(kind: Any, service: tinker.ServiceClient, tm
                 return DPOTrainer("tiny", **settings)
             case "reward":
                 return RewardModelTrainer("tiny", **settings)
-        return DistillTrainer("tiny", "tiny", mode=kind, samples=2, max_tokens=3, **settings)
+        # Not its own teacher: where both agree the gradient is rounding alone, which Adam makes as large as any other.
+        return DistillTrainer("tiny", "tiny-qwen", mode=kind, samples=2, max_tokens=3, **settings)
 
     def cut(event: Event) -> None:
         if event.kind == "step" and event.step == 3:

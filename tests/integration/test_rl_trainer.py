@@ -15,7 +15,7 @@ from torch import Tensor
 import gradserve
 from gradserve.algorithms.rl import RLTrainer
 from gradserve.algorithms.rollouts.store import RolloutStore
-from gradserve.algorithms.trainer import Event
+from gradserve.algorithms.training_loop import Event
 from gradserve.client import download
 from gradserve.episodes.episode import Episode
 from gradserve.tracking.names import meaning

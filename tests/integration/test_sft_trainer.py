@@ -15,7 +15,7 @@ from torch import Tensor
 import gradserve
 from gradserve.algorithms.sft import SFTTrainer
 from gradserve.algorithms.stopping import EarlyStop
-from gradserve.algorithms.trainer import Diverged, Event
+from gradserve.algorithms.training_loop import Diverged, Event
 from gradserve.client import download
 from gradserve.data.errors import DataError
 from gradserve.episodes.errors import RowUnusable

@@ -1,11 +1,11 @@
 """What to learn and how: tasks, rewards, trainers. They run where the user is, and ask a service for the rest.
 
 Language models, over the public tinker SDK alone: on any such service
-    trainer         the loop that all share: run, checkpoints, evaluation, early stop, budget, callbacks
+    trainer         what all share: the run, its checkpoints, the log folder; training_loop: one call of fit
     sft, dpo, reward_model, distill, rl    one trainer each; pairs and pair_trainer: what two of them share
     rl_variants     grpo and its relatives by name; policy_batch, critic: groups of episodes as a loss's rows
     collect         episodes from a sampling client, scored; rollouts/ producer, store, advantages, corrections
-    datums          tokens as the SDK's Datum; log_folder, stopping: what a training leaves, and when it ends
+    datums          tokens as the SDK's Datum; overlong, log_folder, stopping: what is left out, kept, and when it ends
     tasks/          a training as a TOML file, as Python, as a manifest
     addition        the quickstart's task
 

@@ -44,6 +44,22 @@ class Sampling:
         )
 
 
+@dataclass(frozen=True)
+class Policy:
+    """The weights of one version, and how they are sampled; what ``play`` asks."""
+
+    sampler: tinker.SamplingClient
+    sampling: Sampling
+    version: int
+
+    async def sample(self, prompt: Sequence[int], *, max_tokens: int, stop: Sequence[int], seed: int | None) -> Sampled:
+        """One reply."""
+        params = self.sampling.params(stop, seed or 0, max_tokens)
+        found = await self.sampler.sample(types.ModelInput.from_ints(list(prompt)), 1, params)
+        sequence = found.sequences[0]
+        return Sampled(tuple(sequence.tokens), _logprobs(sequence), _reason(sequence), self.version)
+
+
 class Collector:
     """Plays rows and scores what came of them.
 
@@ -61,46 +77,30 @@ class Collector:
         self._template, self._environment, self._rewards = template, environment, rewards
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
 
-    def groups(
-        self,
-        sampler: tinker.SamplingClient,
-        rows: Sequence[Mapping[str, Any]],
-        count: int,
-        sampling: Sampling,
-        version: int,
-        seed: int,
-    ) -> list[Group]:
+    def groups(self, policy: Policy, rows: Sequence[Mapping[str, Any]], count: int, seed: int) -> list[Group]:
         """``count`` scored episodes of each row, all in flight together; equal seeds give equal episodes.
 
         An episode that has no reward has a ``failure``. Raises RowUnusable and what the service raises.
         """
         if self._environment.make is SingleTurn and self._environment.max_context_tokens is None:
-            groups = self._single_turn(sampler, rows, count, sampling, version, seed)
+            groups = self._single_turn(policy, rows, count, seed)
         else:
-            groups = asyncio.run(self._played(sampler, rows, count, sampling, version, seed))
+            groups = asyncio.run(self._played(policy, rows, count, seed))
         return self._scored(groups)
 
-    def _single_turn(
-        self,
-        sampler: tinker.SamplingClient,
-        rows: Sequence[Mapping[str, Any]],
-        count: int,
-        sampling: Sampling,
-        version: int,
-        seed: int,
-    ) -> list[Group]:
+    def _single_turn(self, policy: Policy, rows: Sequence[Mapping[str, Any]], count: int, seed: int) -> list[Group]:
         asked = [[*self._system, *SingleTurn().start(row)] for row in rows]
         prompts = [self._template.prompt(messages) for messages in asked]
         futures = [
-            sampler.sample(
+            policy.sampler.sample(
                 types.ModelInput.from_ints(list(ids)),
                 count,
-                sampling.params(self._template.stop, seed + index * _ROWS_APART),
+                policy.sampling.params(self._template.stop, seed + index * _ROWS_APART),
             )
             for index, ids in enumerate(prompts)
         ]
         return [
-            [self._episode(row, messages, ids, sequence, version) for sequence in future.result().sequences]
+            [self._episode(row, messages, ids, sequence, policy.version) for sequence in future.result().sequences]
             for row, messages, ids, future in zip(rows, asked, prompts, futures, strict=True)
         ]
 
@@ -115,23 +115,14 @@ class Collector:
         turn = Turn(ids, tuple(sequence.tokens), _logprobs(sequence), version, _reason(sequence))
         return Episode(row, (turn,), (*asked, self._template.reply(turn.tokens)))
 
-    async def _played(
-        self,
-        sampler: tinker.SamplingClient,
-        rows: Sequence[Mapping[str, Any]],
-        count: int,
-        sampling: Sampling,
-        version: int,
-        seed: int,
-    ) -> list[Group]:
-        policy = _Policy(sampler, sampling, version)
+    async def _played(self, policy: Policy, rows: Sequence[Mapping[str, Any]], count: int, seed: int) -> list[Group]:
         jobs = [
             play(
                 policy,
                 self._template,
                 row,
                 self._environment,
-                PlayParams(sampling.max_tokens, seed + index * _ROWS_APART + number * _EPISODES_APART),
+                PlayParams(policy.sampling.max_tokens, seed + index * _ROWS_APART + number * _EPISODES_APART),
             )
             for index, row in enumerate(rows)
             for number in range(count)
@@ -150,19 +141,6 @@ class Collector:
             [_with(episode, next(results)) if _is_unscored(episode) else episode for episode in group]
             for group in groups
         ]
-
-
-class _Policy:
-    """The weights of one version, for ``play``."""
-
-    def __init__(self, sampler: tinker.SamplingClient, sampling: Sampling, version: int) -> None:
-        self._sampler, self._sampling, self._version = sampler, sampling, version
-
-    async def sample(self, prompt: Sequence[int], *, max_tokens: int, stop: Sequence[int], seed: int | None) -> Sampled:
-        params = self._sampling.params(stop, seed or 0, max_tokens)
-        found = await self._sampler.sample(types.ModelInput.from_ints(list(prompt)), 1, params)
-        sequence = found.sequences[0]
-        return Sampled(tuple(sequence.tokens), _logprobs(sequence), _reason(sequence), self._version)
 
 
 def sample_of(episode: Episode) -> Sample:

@@ -17,10 +17,11 @@ import tinker
 from numpy.typing import NDArray
 from tinker import types
 
-from gradserve.algorithms.datums import datum, scored
+from gradserve.algorithms.datums import datum, grad_norm, scored
 from gradserve.algorithms.sampling_clients import sampling_client, tokenizer_of
 from gradserve.algorithms.schedules import Schedule
-from gradserve.algorithms.trainer import Answer, Metrics, Trainer
+from gradserve.algorithms.trainer import Trainer
+from gradserve.algorithms.training_loop import Answer, Metrics
 from gradserve.data.errors import DataError
 from gradserve.episodes.chat import ChatTemplate
 from gradserve.episodes.tokens import encode
@@ -140,8 +141,12 @@ class DistillTrainer(Trainer):
 
         def answer() -> Metrics:
             gradient.result()
-            norm = (stepped.result().metrics or {}).get("grad_norm", float("nan"))
-            return {"loss": reverse, "kl/reverse": reverse, "optim/grad_norm": norm, **self._counts(answers)}
+            return {
+                "loss": reverse,
+                "kl/reverse": reverse,
+                "optim/grad_norm": grad_norm(stepped),
+                **self._counts(answers),
+            }
 
         return answer
 
@@ -156,12 +161,11 @@ class DistillTrainer(Trainer):
         def answer() -> Metrics:
             found = gradient.result()
             loss = found.metrics["loss:sum"]
-            norm = (stepped.result().metrics or {}).get("grad_norm", float("nan"))
             forward = {}
             if self._top_k:
                 kept = float(np.concatenate([targets.kept for targets in soft]).mean())
                 forward = {"kl/forward": loss - sum(map(entropy, soft)) / count, "teacher/top_k_mass": kept}
-            return {"loss": loss, **forward, "optim/grad_norm": norm, **self._counts(answers)}
+            return {"loss": loss, **forward, "optim/grad_norm": grad_norm(stepped), **self._counts(answers)}
 
         return answer
 

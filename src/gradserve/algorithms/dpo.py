@@ -13,11 +13,13 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from tinker import types
 
+from gradserve.algorithms.datums import grad_norm
+from gradserve.algorithms.overlong import Overlong
 from gradserve.algorithms.pair_trainer import PairTrainer, margins_of, pair_metrics
 from gradserve.algorithms.pairs import pair_of
 from gradserve.algorithms.sampling_clients import sampling_client
 from gradserve.algorithms.schedules import Schedule
-from gradserve.algorithms.trainer import Answer, Metrics
+from gradserve.algorithms.training_loop import Answer, Metrics
 from gradserve.data.errors import DataError
 from gradserve.episodes.chat import ChatTemplate
 from gradserve.episodes.tokens import Rendered
@@ -61,14 +63,10 @@ class DPOTrainer(PairTrainer):
             raise ValueError(f"loss is {loss!r}: give 'dpo' or 'ipo'")
         if not beta > 0:
             raise ValueError(f"beta is {beta}: give a number above 0")
-        if overlong not in ("refuse", "skip"):
-            raise ValueError(f"overlong is {overlong!r}: give 'refuse' or 'skip'")
         self._beta, self._reference = beta, reference
         self._loss_name, self._loss_settings = loss, {"beta": beta}
-        self._max_length, self._overlong = max_length, overlong
+        self._overlong = Overlong(max_length, overlong)
         self._known: dict[bytes, float] = {}
-        self.skipped = 0
-        """Pairs that were too long, so far."""
 
     def _begin(self) -> None:
         super()._begin()
@@ -83,15 +81,8 @@ class DPOTrainer(PairTrainer):
         for row in rows:
             pair = pair_of(row, self._template)
             longest = max(len(pair.chosen.tokens), len(pair.rejected.tokens))
-            if self._max_length is None or longest <= self._max_length:
+            if self._overlong.admits(longest, "pair", row):
                 found += [pair.chosen, pair.rejected]
-            elif self._overlong == "skip":
-                self.skipped += 1
-            else:
-                raise DataError(
-                    f"a pair has {longest} tokens and max_length is {self._max_length}: {str(row)[:200]}; raise "
-                    "max_length, or leave such pairs out with overlong='skip'"
-                )
         return found
 
     def _reference_logprobs(self, rows: Sequence[Rendered]) -> list[float]:
@@ -113,7 +104,7 @@ class DPOTrainer(PairTrainer):
     def _ask(self, items: Sequence[Any], learning_rate: float) -> Answer:
         rows = self._rendered(items)
         if not rows:
-            raise DataError(f"all {len(items)} pairs of a batch are longer than max_length={self._max_length}")
+            raise DataError(f"all {len(items)} pairs of a batch are longer than max_length={self._overlong.max_length}")
         reference = self._reference_logprobs(rows)
         gradient = self._gradient(rows, reference=reference)
         stepped = self.run.optim_step(self._step_params(learning_rate))
@@ -122,11 +113,11 @@ class DPOTrainer(PairTrainer):
             loss, logprobs = gradient.result()
             return {
                 "loss": loss,
-                "optim/grad_norm": (stepped.result().metrics or {}).get("grad_norm", float("nan")),
+                "optim/grad_norm": grad_norm(stepped),
                 **pair_metrics(self._rewards(logprobs, reference), "rewards"),
                 "data/pairs": len(rows) // 2,
                 "data/tokens": sum(len(row.tokens) for row in rows),
-                "data/overlong_skipped": self.skipped,
+                "data/overlong_skipped": self._overlong.skipped,
             }
 
         return answer

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradserve.algorithms.datums import datum, scored
-from gradserve.algorithms.trainer import Metrics, Trainer
-from gradserve.client.connect import LOCAL_KEY
-from gradserve.client.extensions import ExtensionError, bill
+from gradserve.algorithms.trainer import Trainer
+from gradserve.algorithms.training_loop import Metrics
+from gradserve.client.bills import bill_of
+from gradserve.client.extensions import ExtensionError
 from gradserve.episodes.tokens import Rendered
 
 _PAIRS_AT_ONCE = 64
@@ -62,9 +63,8 @@ class PairTrainer(Trainer):
 
     def _runs_graphs(self) -> bool:
         """Whether the service is a gradserve, whose extension routes answer."""
-        holder = self.service.holder
         try:
-            bill(str(holder._base_url), str(self.run.model_id), holder._api_key or LOCAL_KEY)
+            bill_of(self.run)
         except ExtensionError as error:
             if error.status is None or error.status >= 500:
                 raise

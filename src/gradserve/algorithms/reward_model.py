@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 
 from tinker import types
 
+from gradserve.algorithms.datums import grad_norm
 from gradserve.algorithms.pair_trainer import PairTrainer, margins_of, pair_metrics
 from gradserve.algorithms.pairs import conversation
 from gradserve.algorithms.schedules import Schedule
-from gradserve.algorithms.trainer import Answer, Metrics
+from gradserve.algorithms.training_loop import Answer, Metrics
 from gradserve.data.errors import DataError
 from gradserve.episodes.chat import ChatTemplate
 from gradserve.episodes.tokens import Rendered, encode
@@ -112,7 +113,7 @@ class RewardModelTrainer(PairTrainer):
             loss, logprobs = gradient.result()
             return {
                 "loss": loss,
-                "optim/grad_norm": (stepped.result().metrics or {}).get("grad_norm", float("nan")),
+                "optim/grad_norm": grad_norm(stepped),
                 **pair_metrics([log_odds(value) for value in logprobs], "scores"),
                 "data/pairs": len(items),
                 "data/tokens": sum(len(row.tokens) for row in rows),

@@ -16,7 +16,7 @@ import tinker
 from tinker import types
 
 from gradserve.algorithms import critic
-from gradserve.algorithms.collect import Collector, Group, Sampling
+from gradserve.algorithms.collect import Collector, Group, Policy, Sampling
 from gradserve.algorithms.critic import CriticConfig
 from gradserve.algorithms.datums import datum, grad_norm, scored
 from gradserve.algorithms.policy_batch import Floats, PolicyBatch, episode_mask
@@ -26,7 +26,8 @@ from gradserve.algorithms.rollouts.corrections import CORRECTIONS
 from gradserve.algorithms.rollouts.producer import RolloutProducer
 from gradserve.algorithms.rollouts.store import RolloutStore
 from gradserve.algorithms.schedules import Schedule
-from gradserve.algorithms.trainer import Answer, Batch, Metrics, Trainer
+from gradserve.algorithms.trainer import Trainer
+from gradserve.algorithms.training_loop import Answer, Batch, Metrics
 from gradserve.client.full import create_lora_training_client
 from gradserve.data.dataset import Dataset
 from gradserve.episodes.chat import ChatTemplate
@@ -198,9 +199,9 @@ class RLTrainer(Trainer):
             yield replace(last, items=kept)
 
     def _collect(self, rows: Sequence[Mapping[str, Any]], version: int, seed: int) -> list[Group]:
-        sampler = self._samplers[version].result()
+        policy = Policy(self._samplers[version].result(), self.sampling, version)
         seed = (self.seed * _SEEDS_APART + seed) * _BATCHES_APART
-        groups = self._collector.groups(sampler, rows, self.group_size, self.sampling, version, seed)
+        groups = self._collector.groups(policy, rows, self.group_size, seed)
         if not self.variant.overlong_penalty:
             return groups
         buffer = max(1, self._most_tokens // _BUFFER)
@@ -305,10 +306,8 @@ class RLTrainer(Trainer):
 
     def _evaluate(self, rows: Sequence[Mapping[str, Any]]) -> Metrics:
         """``eval_samples`` episodes of each row, always with the same random numbers."""
-        sampler = self._samplers[self.step].result()
-        groups = self.evaluated = self._collector.groups(
-            sampler, rows, self.eval_samples, self._eval_sampling, self.step, _EVALUATION_SEED
-        )
+        policy = Policy(self._samplers[self.step].result(), self._eval_sampling, self.step)
+        groups = self.evaluated = self._collector.groups(policy, rows, self.eval_samples, _EVALUATION_SEED)
         found = [(number, each) for number, group in enumerate(groups) for each in group if each.failure is None]
         if not found:
             raise ValueError(f"no episode of the evaluation has a reward; the first failed: {groups[0][0].failure}")

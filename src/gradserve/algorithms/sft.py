@@ -13,8 +13,10 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from gradserve.algorithms.datums import datum, grad_norm, scored
+from gradserve.algorithms.overlong import Overlong
 from gradserve.algorithms.schedules import Schedule
-from gradserve.algorithms.trainer import Answer, Metrics, Trainer
+from gradserve.algorithms.trainer import Trainer
+from gradserve.algorithms.training_loop import Answer, Metrics
 from gradserve.data.errors import DataError
 from gradserve.episodes.chat import ChatTemplate, OnRewrite, Train
 from gradserve.episodes.errors import RowUnusable
@@ -56,9 +58,7 @@ class SFTTrainer(Trainer):
         """``settings`` are Trainer's: optimizer, seed, service, log_dir, sinks."""
         super().__init__(model, rank=rank, learning_rate=learning_rate, **settings)
         self._trains, self._on_rewrite = train, on_rewrite
-        self._max_length, self._overlong = max_length, overlong
-        self.skipped = 0
-        """Rows that were too long, so far."""
+        self._overlong = Overlong(max_length, overlong)
 
     def _begin(self) -> None:
         tokenizer = self.tokenizer
@@ -67,19 +67,9 @@ class SFTTrainer(Trainer):
 
     def _rendered(self, rows: Sequence[Mapping[str, Any]]) -> list[Rendered]:
         """What is trained of these rows."""
-        found: list[Rendered] = []
-        for row in rows:
-            for part in self._parts(row):
-                if self._max_length is None or len(part.tokens) <= self._max_length:
-                    found.append(part)
-                elif self._overlong == "skip":
-                    self.skipped += 1
-                else:
-                    raise DataError(
-                        f"a row has {len(part.tokens)} tokens and max_length is {self._max_length}: {str(row)[:200]}; "
-                        "raise max_length, or leave such rows out with overlong='skip'"
-                    )
-        return found
+        return [
+            part for row in rows for part in self._parts(row) if self._overlong.admits(len(part.tokens), "row", row)
+        ]
 
     def _parts(self, row: Mapping[str, Any]) -> list[Rendered]:
         try:
@@ -104,7 +94,7 @@ class SFTTrainer(Trainer):
                 "data/rows": len(items),
                 "data/tokens": sum(len(part.tokens) for part in parts),
                 "data/trained_tokens": total,
-                "data/overlong_skipped": self.skipped,
+                "data/overlong_skipped": self._overlong.skipped,
             }
 
         return answer

@@ -7,7 +7,7 @@ import os
 import time
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from gradserve.algorithms.collect import Group
     from gradserve.algorithms.rl import RLTrainer
-    from gradserve.algorithms.trainer import Event
+    from gradserve.algorithms.training_loop import Event
 
 MODEL = "smollm2-135m-instruct"
 RANK = 16
@@ -79,7 +79,7 @@ def _teach(console: Console, service: tinker.ServiceClient, steps: int, seed: in
     )
     examined: list[list[Group]] = []
     rewards: list[float] = []
-    with trainer, _Progress(console, service, trainer, steps, rewards) as progress:
+    with trainer, _Progress(console, trainer, steps, rewards) as progress:
 
         def told(event: Event) -> None:
             if event.kind == "evaluation":
@@ -99,14 +99,12 @@ def _teach(console: Console, service: tinker.ServiceClient, steps: int, seed: in
 class _Progress:
     """A bar at a terminal, a line for each step elsewhere."""
 
-    def __init__(
-        self, console: Console, service: tinker.ServiceClient, trainer: RLTrainer, steps: int, rewards: list[float]
-    ) -> None:
+    def __init__(self, console: Console, trainer: RLTrainer, steps: int, rewards: list[float]) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = (TextColumn("training"), BarColumn(bar_width=20), MofNCompleteColumn(),
                    TextColumn("{task.fields[told]}"), TimeElapsedColumn())  # fmt: skip
-        self._console, self._service, self._trainer, self._steps = console, service, trainer, steps
+        self._console, self._trainer, self._steps = console, trainer, steps
         self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
         self._bar = self._progress.add_task("training", total=steps, told="")
         self._rewards = rewards
@@ -122,34 +120,19 @@ class _Progress:
 
     def step(self, event: Event) -> None:
         """One more is done."""
+        from gradserve.client.bills import bill_of
+
         self._began = self._began or time.monotonic() - event.metrics["time/step"]
         self._rewards.append(event.metrics["reward/mean"])
         self._tokens += int(event.metrics["episode/tokens"])
         seconds = time.monotonic() - self._began
-        amount = float(_bill(self._service, self._trainer.run)["amount_usd"])
+        amount = float(bill_of(self._trainer.run)["amount_usd"])
         told = f"reward {self._rewards[-1]:.2f} · {self._tokens / seconds:,.0f} tokens/s · ${amount:.4f}"
         self._progress.update(self._bar, advance=1, told=told)
         if not self._console.is_terminal:
             self._console.print(f"step {event.step}/{self._steps} · {told}")
         if event.step == self._steps:
             self._console.print(f"trained for {seconds:.0f} s")
-
-
-def _bill(service: tinker.ServiceClient, run: tinker.TrainingClient) -> dict[str, Any]:
-    from gradserve.client.extensions import bill
-
-    url, key = _server(service)
-    assert run.model_id is not None
-    return bill(url, run.model_id, key)
-
-
-def _server(service: tinker.ServiceClient) -> tuple[str, str]:
-    """The URL and key that the service uses."""
-    from gradserve.client.connect import LOCAL_KEY, EmbeddedServiceClient
-
-    if isinstance(service, EmbeddedServiceClient):
-        return service.server.url, LOCAL_KEY
-    return os.environ["GRADSERVE_URL"], os.environ.get("TINKER_API_KEY", LOCAL_KEY)
 
 
 def _mean(groups: list[Group]) -> float:
@@ -199,10 +182,11 @@ def _draw(rewards: list[float], before: float, after: float, file: Path) -> None
 def _where(
     console: Console, service: tinker.ServiceClient, run: tinker.TrainingClient, plot: Path, log_dir: Path
 ) -> None:
+    from gradserve.client.bills import bill_of
     from gradserve.client.connect import EmbeddedServiceClient
 
     path = run.save_state("quickstart").result().path
-    total = _bill(service, run)
+    total = bill_of(run)
     amount = Decimal(total["amount_usd"])
     console.print(
         f"bill: [bold]${amount:f}[/] = {total['train_tokens']:,} trained + {total['prefill_tokens']:,} "

@@ -13,7 +13,7 @@ def refused_in_one_line() -> Iterator[None]:
     """Errors that say what to mend become a ClickException; what is a fault of gradserve's own keeps its traceback."""
     import tinker
 
-    from gradserve.algorithms.trainer import Diverged
+    from gradserve.algorithms.training_loop import Diverged
     from gradserve.client.embedded import ServerDidNotStart
     from gradserve.client.extensions import ExtensionError
     from gradserve.rewards.contract import RewardUnusable

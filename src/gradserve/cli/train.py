@@ -12,7 +12,8 @@ from gradserve.cli.refused import refused_in_one_line
 
 if TYPE_CHECKING:
     from gradserve.algorithms.tasks.task import Task
-    from gradserve.algorithms.trainer import Event, Trainer
+    from gradserve.algorithms.trainer import Trainer
+    from gradserve.algorithms.training_loop import Event
 
 _SHOWN = 3
 """Metrics of a step's line, where the trainer does not say which."""
@@ -124,12 +125,11 @@ def _in_words(metrics: Any, shown: Any = None) -> str:
 
 def _print_bill(trainer: Trainer) -> None:
     """Where the server is a gradserve, which tells it."""
-    from gradserve.client.connect import LOCAL_KEY
-    from gradserve.client.extensions import ExtensionError, bill
+    from gradserve.client.bills import bill_of
+    from gradserve.client.extensions import ExtensionError
 
-    holder = trainer.service.holder
     try:
-        total = bill(str(holder._base_url), str(trainer.run.model_id), holder._api_key or LOCAL_KEY)
+        total = bill_of(trainer.run)
     except ExtensionError:
         click.echo("bill: this server does not tell it")
         return

@@ -10,7 +10,8 @@ from gradserve.algorithms.tasks.calls import made
 from gradserve.algorithms.tasks.manifest import refuse_other_data
 from gradserve.algorithms.tasks.plan import Plan, plan_of
 from gradserve.algorithms.tasks.task import Task
-from gradserve.algorithms.trainer import Callback, Fitted, Trainer
+from gradserve.algorithms.trainer import Trainer
+from gradserve.algorithms.training_loop import Callback, Fitted
 from gradserve.data.dataset import Dataset
 
 
